@@ -1,0 +1,156 @@
+"""CSR metadata of a batch, eager or captured, for the backends that read row streams.
+
+The host knows every length, so all integers of a batch travel in one pinned upload. A captured batch
+keeps them, its row streams and its write ids in buffers that are refilled in place: a graph replays
+their addresses, so they are allocated once and never rebound.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+
+from suite.errors import InputError
+from suite.kernels.attention.base import CsrMetadata, CsrStream
+from suite.kernels.batch import ForwardBatch, ForwardMode
+from suite.kernels.ids import KernelIds, KVKind
+from suite.kernels.translator import KVIndexTranslator
+
+
+def window_start(seq_len: int, query_len: int, window: int) -> int:
+    """The first position that any of a request's `query_len` newest tokens can see through `window`."""
+    return max(0, seq_len - query_len - window + 1)
+
+
+def plan_csr(batch: ForwardBatch, translator: KVIndexTranslator) -> CsrMetadata:
+    """Metadata of one eager forward, in fresh tensors."""
+    host = _host_integers(batch, translator)
+    device = translator.req_to_token.device
+    pinned = torch.tensor(host, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return _metadata(
+        batch,
+        translator,
+        integers=pinned.to(device, non_blocking=True),
+        indices={
+            kind: torch.empty(_total(batch, translator, kind), dtype=torch.int32, device=device)
+            for kind in _kinds(translator)
+        },
+        write_ids={kind: _written(batch, kind) for kind in _kinds(translator)},
+        max_seq_len=batch.max_seq_len,
+    )
+
+
+class CsrCapture:
+    """The stable buffers of captured decode batches of up to `max_batch` requests, zero-filled."""
+
+    def __init__(self, translator: KVIndexTranslator, max_batch: int) -> None:
+        if max_batch < 1:
+            raise InputError("max_batch", max_batch, "a positive number of requests")
+        self.translator, self.max_batch = translator, max_batch
+        self.context = translator.req_to_token.shape[1]
+        device = translator.req_to_token.device
+        window = translator.pool.geometry.window
+        longest = {KVKind.FULL: self.context, KVKind.WINDOW: min(self.context, (window and window.window) or 0)}
+        self.integers = torch.zeros(6 * max_batch + 3, dtype=torch.int32, device=device)
+        self.indices = {
+            kind: torch.zeros(max_batch * longest[kind], dtype=torch.int32, device=device)
+            for kind in _kinds(translator)
+        }
+        self.write_ids = {kind: torch.zeros(max_batch, dtype=torch.int64, device=device) for kind in _kinds(translator)}
+
+    def refill(self, batch: ForwardBatch) -> CsrMetadata:
+        """Metadata of `batch` in the stable buffers; the same addresses for every batch of the same size."""
+        require_capturable(batch, self.max_batch)
+        host = _host_integers(batch, self.translator)
+        pinned = torch.tensor(host, dtype=torch.int32, pin_memory=self.integers.is_cuda)
+        integers = self.integers[: len(host)]
+        integers.copy_(pinned, non_blocking=True)
+        return _metadata(
+            batch,
+            self.translator,
+            integers=integers,
+            indices=self.indices,
+            write_ids={kind: refill_write_ids(self.write_ids[kind], batch, kind) for kind in self.write_ids},
+            max_seq_len=self.context,
+        )
+
+
+def require_capturable(batch: ForwardBatch, max_batch: int) -> None:
+    """InputError unless `batch` is a decode batch that fits buffers of `max_batch` requests."""
+    if batch.mode is not ForwardMode.DECODE:
+        raise InputError("batch.mode", str(batch.mode), "decode, the only captured mode")
+    if batch.size > max_batch:
+        raise InputError("batch.size", batch.size, f"at most {max_batch}, what was captured")
+
+
+def refill_write_ids(stable: torch.Tensor, batch: ForwardBatch, kind: KVKind) -> torch.Tensor:
+    """Copy the batch's write ids of `kind` into the head of `stable`; the tail becomes the sink."""
+    written = _written(batch, kind)
+    stable[batch.size :].zero_()  # a larger batch's ids would still be live slots
+    return stable[: batch.size].copy_(written)
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+
+def _kinds(translator: KVIndexTranslator) -> Iterator[KVKind]:
+    return (pool.kind for pool in translator.pool.geometry.pools)
+
+
+def _written(batch: ForwardBatch, kind: KVKind) -> torch.Tensor:
+    ids = batch.write_ids if kind is KVKind.FULL else batch.window_write_ids
+    if ids is None:
+        raise TypeError("this batch has no window write ids, but its runner has a window pool")
+    return ids.tensor
+
+
+def _starts(batch: ForwardBatch, translator: KVIndexTranslator, kind: KVKind) -> list[int]:
+    if kind is KVKind.FULL:
+        return [0] * batch.size
+    window = translator.pool.geometry.of(kind).window or 0
+    return [window_start(s, q, window) for s, q in zip(batch.seq_lens_host, batch.query_lens_host, strict=True)]
+
+
+def _total(batch: ForwardBatch, translator: KVIndexTranslator, kind: KVKind) -> int:
+    return sum(batch.seq_lens_host) - sum(_starts(batch, translator, kind))
+
+
+def _host_integers(batch: ForwardBatch, translator: KVIndexTranslator) -> list[int]:
+    """[batch] seq_lens, [batch + 1] cu_query_lens, then per sub-pool [batch] starts and [batch + 1] indptr."""
+    host = [*batch.seq_lens_host, *accumulate(batch.query_lens_host, initial=0)]
+    for kind in _kinds(translator):
+        starts = _starts(batch, translator, kind)
+        lengths = (seq_len - start for seq_len, start in zip(batch.seq_lens_host, starts, strict=True))
+        host += [*starts, *accumulate(lengths, initial=0)]
+    return host
+
+
+def _metadata(
+    batch: ForwardBatch,
+    translator: KVIndexTranslator,
+    *,
+    integers: torch.Tensor,
+    indices: dict[KVKind, torch.Tensor],
+    write_ids: dict[KVKind, torch.Tensor],
+    max_seq_len: int,
+) -> CsrMetadata:
+    """Slice the uploaded integers and fill every sub-pool's stream."""
+    sizes = [batch.size, batch.size + 1]
+    seq_lens, cu_query_lens, *per_kind = integers.split(sizes * (1 + len(indices)))
+    streams: dict[KVKind, CsrStream] = {}
+    for at, kind in enumerate(indices):
+        starts, indptr = per_kind[2 * at : 2 * at + 2]
+        translator.fill_read_stream(batch, kind, starts, indptr, indices[kind])
+        streams[kind] = CsrStream(indptr=indptr, indices=indices[kind], starts=starts)
+    window_ids = write_ids.get(KVKind.WINDOW)
+    return CsrMetadata(
+        mode=batch.mode,
+        seq_lens=seq_lens,
+        cu_query_lens=cu_query_lens,
+        max_query_len=max(batch.query_lens_host),
+        max_seq_len=max_seq_len,
+        write_ids=KernelIds(write_ids[KVKind.FULL], KVKind.FULL),
+        window_write_ids=None if window_ids is None else KernelIds(window_ids, KVKind.WINDOW),
+        full=streams[KVKind.FULL],
+        window=streams.get(KVKind.WINDOW),
+    )

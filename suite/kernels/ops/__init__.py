@@ -1,0 +1,1 @@
+"""The Triton operations, one file each, beside the torch twin that serves CPU tensors and checks the kernel."""

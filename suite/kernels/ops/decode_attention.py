@@ -1,0 +1,215 @@
+"""Decode attention over a CSR stream: one query per request, split over its keys, then merged.
+
+A program serves one KV head of one request and one split of its stream; the query heads of the group
+share a tile, so every K and V row is read once. The number of splits is fixed at launch and the ranges
+come from the stream on the device, so a captured launch follows any length. No atomics: the same input
+gives the same bits. Softmax runs in base 2, in fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from suite.kernels.ops.interpreter import INTERPRETED
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(-1.0e30)  # below every score, and finite: the difference of two of them is 0
+MIN_TILE = 16  # tensor cores multiply tiles of at least 16 rows
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_view: torch.Tensor,
+    v_view: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    splits: int,
+) -> torch.Tensor:
+    """Attend q [batch, q_heads, head_dim] over rows `indices[indptr[r] : indptr[r + 1]]` of the views.
+
+    k_view, v_view: [rows, kv_heads, head_dim], contiguous. indptr: [batch + 1], indices: int32.
+    sinks: [q_heads] fp32 or None. An empty stream gives 0. Returns q's shape and dtype.
+    """
+    batch, q_heads, head_dim = q.shape
+    kv_heads = k_view.shape[1]
+    q = q if q.stride(2) == 1 else q.contiguous()
+    # the interpreter truncates fp32 to bf16, torch rounds
+    out = torch.empty(q.shape, dtype=torch.float32 if INTERPRETED else q.dtype, device=q.device)
+    partial, lse = out, out
+    if splits > 1:
+        partial = torch.empty(batch, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=q.device)
+    block_d = triton.next_power_of_2(head_dim)
+    groups = q_heads // kv_heads
+    _split_kernel[(kv_heads, batch, splits)](
+        q,
+        q.stride(0),
+        q.stride(1),
+        k_view,
+        v_view,
+        indptr,
+        indices,
+        sinks,
+        scale,
+        out,
+        partial,
+        lse,
+        KV_HEADS=kv_heads,
+        GROUPS=groups,
+        HEAD_DIM=head_dim,
+        SPLITS=splits,
+        BLOCK_M=max(MIN_TILE, triton.next_power_of_2(groups)),
+        BLOCK_N=128 if INTERPRETED else 64,
+        BLOCK_D=block_d,
+        UPCAST=INTERPRETED,
+        num_warps=4,
+        num_stages=3 if head_dim <= 128 else 2,
+    )
+    if splits > 1:
+        _merge_kernel[(q_heads, batch)](
+            partial,
+            lse,
+            sinks,
+            out,
+            HEAD_DIM=head_dim,
+            SPLITS=splits,
+            BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_D=block_d,
+            num_warps=2,
+        )
+    return out.to(q.dtype)
+
+
+@triton.jit
+def online_softmax(scores, top, total):
+    """One block of base-2 scores -> (weights, decay of what was summed before, new top, new total)."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    decay = tl.exp2(top - new_top)
+    weights = tl.exp2(scores - new_top[:, None])
+    return weights, decay, new_top, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def join_sink(acc, top, total, sink):
+    """Normalise; the sink, a base-2 logit per row, joins the denominator and adds no value."""
+    new_top = tl.maximum(top, sink)
+    decay = tl.exp2(top - new_top)
+    total = total * decay + tl.exp2(sink - new_top)
+    return acc * (decay / total)[:, None]
+
+
+@triton.jit
+def _split_kernel(
+    q,
+    q_token_stride,
+    q_head_stride,
+    k_view,
+    v_view,
+    indptr,
+    indices,
+    sinks,
+    scale,
+    out,
+    partial,
+    lse,
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    begin = tl.load(indptr + request).to(tl.int64)
+    length = (tl.load(indptr + request + 1).to(tl.int64) - begin).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N
+    first = split * share
+    last = tl.minimum(first + share, length)
+
+    group = tl.arange(0, BLOCK_M)
+    head = kv_head * GROUPS + group
+    dim = tl.arange(0, BLOCK_D)
+    real = (group < GROUPS)[:, None] & (dim < HEAD_DIM)[None, :]
+    query = tl.load(q + request * q_token_stride + head[:, None] * q_head_stride + dim[None, :], mask=real, other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+
+    top = tl.full([BLOCK_M], NOTHING, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for block in range(first, last, BLOCK_N):
+        at = block + tl.arange(0, BLOCK_N)
+        inside = at < last
+        row = tl.load(indices + begin + at, mask=inside, other=0).to(tl.int64)
+        # int64: row * width passes 2^31 in a large pool. Masked to 0: what is not ours may be NaN, and 0 * NaN is NaN
+        offset = (row * KV_HEADS + kv_head) * HEAD_DIM
+        keys = tl.load(
+            k_view + offset[None, :] + dim[:, None], mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0
+        )
+        if UPCAST:
+            keys = keys.to(tl.float32)
+        scores = tl.dot(query, keys, input_precision="ieee") * (scale * LOG2_E)
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        weights, decay, top, total = online_softmax(scores, top, total)
+        values = tl.load(
+            v_view + offset[:, None] + dim[None, :], mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
+        )
+        if UPCAST:
+            values = values.to(tl.float32)
+        acc = acc * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+
+    q_heads = KV_HEADS * GROUPS
+    if SPLITS == 1:
+        sink = tl.full([BLOCK_M], NOTHING, tl.float32)
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=group < GROUPS, other=0.0).to(tl.float32) * LOG2_E
+        result = join_sink(acc, top, total, sink)
+        at_out = (request * q_heads + head)[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=real)
+    else:
+        at_lse = (request * q_heads + head) * SPLITS + split
+        if first < last:
+            tl.store(partial + at_lse[:, None] * HEAD_DIM + dim[None, :], acc / total[:, None], mask=real)
+            tl.store(lse + at_lse, top + tl.log2(total), mask=group < GROUPS)
+        else:
+            tl.store(lse + at_lse, tl.full([BLOCK_M], NOTHING, tl.float32), mask=group < GROUPS)
+
+
+@triton.jit
+def _merge_kernel(
+    partial,
+    lse,
+    sinks,
+    out,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    head = tl.program_id(0)
+    query = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + head
+    split = tl.arange(0, BLOCK_S)
+    dim = tl.arange(0, BLOCK_D)
+    weight = tl.load(lse + query * SPLITS + split, mask=split < SPLITS, other=NOTHING)
+    filled = weight > NOTHING  # an empty split wrote no partial: what lies there must not be multiplied
+    top = tl.max(weight, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        top = tl.maximum(top, sink)
+    weight = tl.where(filled, tl.exp2(weight - top), 0.0)
+    total = tl.sum(weight, 0)
+    if sinks is not None:
+        total += tl.exp2(sink - top)
+    parts = tl.load(
+        partial + (query * SPLITS + split)[:, None] * HEAD_DIM + dim[None, :],
+        mask=filled[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    merged = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + query * HEAD_DIM + dim, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

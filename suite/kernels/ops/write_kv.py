@@ -1,0 +1,89 @@
+"""New K and V rows -> a layer's views, one launch for both.
+
+The two views share one id space, so each token's id is read once. Padding tokens all carry id 0: they
+race for the sink row, which nobody reads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from suite.errors import InputError
+
+
+def write_kv(
+    k_view: torch.Tensor, v_view: torch.Tensor, kernel_ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Store k, v [tokens, kv_heads, head_dim] at rows `kernel_ids` [tokens] of the views.
+
+    Views are contiguous [rows, kv_heads, head_dim]; k and v may stride over tokens. Raises InputError for
+    shapes or dtypes that differ from the view's. On CUDA one launch and no synchronisation.
+    """
+    for name, view, new in (("k", k_view, k), ("v", v_view, v)):
+        _check(name, view, new, kernel_ids.numel())
+    if k_view.is_cuda:
+        write_kv_triton(k_view, v_view, kernel_ids, k, v)
+    else:
+        write_kv_torch(k_view, v_view, kernel_ids, k, v)
+
+
+def write_kv_torch(
+    k_view: torch.Tensor, v_view: torch.Tensor, kernel_ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """The same in plain torch, for CPU tensors and for tests."""
+    k_view.index_copy_(0, kernel_ids.long(), k)
+    v_view.index_copy_(0, kernel_ids.long(), v)
+
+
+def write_kv_triton(
+    k_view: torch.Tensor, v_view: torch.Tensor, kernel_ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """The same as one Triton launch."""
+    k_width, v_width = k_view[0].numel(), v_view[0].numel()
+    if (tokens := kernel_ids.numel()) == 0:
+        return
+    _write_kv_kernel[(tokens,)](
+        k_view,
+        v_view,
+        kernel_ids,
+        k,
+        k.stride(0),
+        v,
+        v.stride(0),
+        K_WIDTH=k_width,
+        V_WIDTH=v_width,
+        BLOCK=triton.next_power_of_2(max(k_width, v_width)),
+    )
+
+
+@triton.jit
+def _write_kv_kernel(
+    k_view,
+    v_view,
+    kernel_ids,
+    k,
+    k_stride,
+    v,
+    v_stride,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(kernel_ids + token).to(tl.int64)  # row * width passes 2^31 in a large pool
+    at = tl.arange(0, BLOCK)
+    new_k = tl.load(k + token * k_stride + at, mask=at < K_WIDTH)
+    new_v = tl.load(v + token * v_stride + at, mask=at < V_WIDTH)
+    tl.store(k_view + row * K_WIDTH + at, new_k, mask=at < K_WIDTH)
+    tl.store(v_view + row * V_WIDTH + at, new_v, mask=at < V_WIDTH)
+
+
+def _check(name: str, view: torch.Tensor, new: torch.Tensor, tokens: int) -> None:
+    if not view.is_contiguous():
+        raise InputError(f"{name}_view", view.stride(), "a contiguous view")
+    if new.shape != (tokens, *view.shape[1:]):
+        raise InputError(name, tuple(new.shape), f"({tokens}, {', '.join(map(str, view.shape[1:]))})")
+    if new.dtype != view.dtype:
+        raise InputError(f"{name}.dtype", new.dtype, f"{view.dtype}, as the pool")
+    if not new[:1].is_contiguous():
+        raise InputError(f"{name}.stride", new.stride(), "contiguous heads and elements")

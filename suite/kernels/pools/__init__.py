@@ -1,0 +1,62 @@
+"""The one contract of the KV pools: dense per-layer views that kernels index with kernel ids.
+
+A pool owns bytes and views. Which page belongs to whom is the allocator's business, and what
+a virtual id means the translator's. Row 0 of every view is the sink, where padding and masked
+writes go; page 0 is never handed out.
+"""
+
+import abc
+from typing import ClassVar
+
+import torch
+
+from suite.kernels.geometry import RunnerGeometry
+from suite.kernels.ids import KernelIds, KVKind, require_kernel
+from suite.kernels.ops.write_kv import write_kv
+from suite.records import PoolMode
+
+POISON = 0x7FC1  # a bf16 NaN; two of them are an fp32 NaN
+
+
+class KVPool(abc.ABC):
+    """Per-layer K and V views over the pool's bytes.
+
+    With `poison` everything but the sink starts, and every freed page ends, as NaN: a read of a row
+    that nobody wrote shows in the first logits instead of in somebody's answer.
+    """
+
+    mode: ClassVar[PoolMode]
+
+    def __init__(self, geometry: RunnerGeometry, device: torch.device, poison: bool) -> None:
+        self.geometry, self.device, self.poison = geometry, device, poison
+        self._k: dict[int, torch.Tensor] = {}
+        self._v: dict[int, torch.Tensor] = {}
+
+    def k_view(self, layer: int) -> torch.Tensor:
+        """Keys of `layer`: [rows, kv_heads, head_dim], contiguous, never moved or resized."""
+        return self._k[layer]
+
+    def v_view(self, layer: int) -> torch.Tensor:
+        """Values of `layer`, as `k_view`."""
+        return self._v[layer]
+
+    def write(self, layer: int, ids: KernelIds, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v [tokens, kv_heads, head_dim] at kernel ids [tokens]; TypeError for ids of another space."""
+        rows = require_kernel(ids, self.geometry.kind_of(layer), f"write to layer {layer}")
+        write_kv(self._k[layer], self._v[layer], rows, k, v)
+
+    @abc.abstractmethod
+    def num_pages(self, kind: KVKind) -> int:
+        """Physical pages of sub-pool `kind`, the sink included."""
+
+    @abc.abstractmethod
+    def page_multiplier(self, kind: KVKind) -> int:
+        """Row blocks per page of sub-pool `kind`: 1 on a static pool."""
+
+    @abc.abstractmethod
+    def zero_pages(self, kind: KVKind, physical_pages: torch.Tensor) -> None:
+        """Clear freshly bound pages: kernels multiply masked rows by 0, and 0 * NaN is NaN."""
+
+    @abc.abstractmethod
+    def poison_pages(self, kind: KVKind, physical_pages: torch.Tensor) -> None:
+        """Fill freed pages with NaN; does nothing unless the pool is poisoned."""

@@ -1,0 +1,58 @@
+"""The static pool: one tensor per layer and side, sized once; full and window layers apart.
+
+Virtual, physical and kernel ids coincide in the full pool. The window pool is smaller, so its
+pages are found through the allocator's full-to-window map.
+"""
+
+import torch
+
+from suite.errors import InputError
+from suite.kernels.geometry import RunnerGeometry
+from suite.kernels.ids import KVKind
+from suite.kernels.pools import POISON, KVPool
+
+
+class StaticPool(KVPool):
+    """`pages` says how many pages each sub-pool holds, page 0 (the sink) included."""
+
+    mode = "static"
+
+    def __init__(
+        self, geometry: RunnerGeometry, pages: dict[KVKind, int], device: torch.device | str, *, poison: bool = False
+    ) -> None:
+        super().__init__(geometry, torch.device(device), poison)
+        self._pages = pages
+        for pool in geometry.pools:
+            count = pages.get(pool.kind, 0)
+            if count < 2:
+                raise InputError(f"pages[{pool.kind}]", count, "at least 2: the sink and one page")
+            rows = count * pool.page_size
+            for layer in pool.layers:
+                self._k[layer] = self._rows(rows, pool.kv_heads, pool.head_dim, pool.dtype)
+                self._v[layer] = self._rows(rows, pool.kv_heads, pool.v_head_dim or pool.head_dim, pool.dtype)
+            if poison:
+                self.poison_pages(pool.kind, torch.arange(1, count, device=self.device))
+
+    def _rows(self, rows: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(rows, heads, dim, dtype=dtype, device=self.device)
+
+    def num_pages(self, kind: KVKind) -> int:
+        return self._pages[kind]
+
+    def page_multiplier(self, kind: KVKind) -> int:
+        return 1
+
+    def zero_pages(self, kind: KVKind, physical_pages: torch.Tensor) -> None:
+        # rows of a static pool only ever hold finite K and V, unless it is poisoned
+        if self.poison:
+            for pages in self._paged(kind):
+                pages.index_fill_(0, physical_pages, 0)
+
+    def poison_pages(self, kind: KVKind, physical_pages: torch.Tensor) -> None:
+        if self.poison:
+            for pages in self._paged(kind):
+                pages.view(torch.int16).index_fill_(0, physical_pages, POISON)
+
+    def _paged(self, kind: KVKind) -> list[torch.Tensor]:
+        layers, count = self.geometry.of(kind).layers, self._pages[kind]
+        return [side[layer].view(count, -1) for layer in layers for side in (self._k, self._v)]

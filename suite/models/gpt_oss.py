@@ -1,0 +1,112 @@
+"""gpt-oss: decoder with alternating sliding-window and full attention, per-head sinks and an MoE.
+
+The model knows nothing of pools, pages or backends: whoever runs it passes
+`attend`, which stores the new keys and values and returns the attention output.
+Parameter names are those of the Hugging Face checkpoint.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from suite.kernels.geometry import AttentionLayer
+from suite.models.config import GptOssConfig
+from suite.models.layers import Embedding, Linear, RMSNorm, Rotary, rotate
+from suite.models.moe import MixtureOfExperts
+
+Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, q [tokens, q_heads, head_dim], k and v [tokens, kv_heads, head_dim]) -> [tokens, q_heads, head_dim].
+
+q and k are already rotated. The softmax denominator includes exp(sink) of each head.
+"""
+
+
+class Attention(nn.Module):
+    """Projections around `attend`."""
+
+    def __init__(self, config: GptOssConfig, index: int, **place) -> None:
+        super().__init__()
+        hidden, q_size, kv_size = (
+            config.hidden_size,
+            config.q_heads * config.head_dim,
+            config.kv_heads * config.head_dim,
+        )
+        self.q_proj = Linear(hidden, q_size, **place)
+        self.k_proj = Linear(hidden, kv_size, **place)
+        self.v_proj = Linear(hidden, kv_size, **place)
+        self.o_proj = Linear(q_size, hidden, **place)
+        self.sinks = nn.Parameter(torch.empty(config.q_heads, dtype=torch.float32, device=place["device"]))
+        self.layer = AttentionLayer(
+            index=index,
+            q_heads=config.q_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            window=config.windows[index],
+            sinks=self.sinks,  # the parameter itself: loading and training write through it
+        )
+
+    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        tokens, layer = len(x), self.layer
+        q = rotate(self.q_proj(x).view(tokens, layer.q_heads, layer.head_dim), *turn)
+        k = rotate(self.k_proj(x).view(tokens, layer.kv_heads, layer.head_dim), *turn)
+        v = self.v_proj(x).view(tokens, layer.kv_heads, layer.head_dim)
+        return self.o_proj(attend(layer, q, k, v).reshape(tokens, layer.q_heads * layer.head_dim))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MoE, each added to the residual stream."""
+
+    def __init__(self, config: GptOssConfig, index: int, **place) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, place["device"])
+        self.self_attn = Attention(config, index, **place)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, place["device"])
+        self.mlp = MixtureOfExperts(config, **place)
+
+    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turn, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm: everything under the checkpoint's `model.` prefix."""
+
+    def __init__(self, config: GptOssConfig, **place) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **place)
+        self.layers = nn.ModuleList(DecoderLayer(config, index, **place) for index in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, place["device"])
+
+
+class GptOss(nn.Module):
+    """The model. Parameters are uninitialised until loaded; norms and sinks are fp32 in every dtype."""
+
+    def __init__(self, config: GptOssConfig, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, dtype=dtype, device=device)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_positions, device)
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        """One per layer, in order."""
+        return [layer.self_attn.layer for layer in self.model.layers]
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """input_ids, positions: int64 [tokens], all requests flattened -> final hidden states [tokens, hidden]."""
+        turn = self.rotary.at(positions)
+        x = self.model.embed_tokens(input_ids)
+        for layer in self.model.layers:
+            x = layer(x, turn, attend)
+        return self.model.norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [n, hidden] -> fp32 [n, vocab], accumulated and kept in fp32 so that bf16 makes no ties."""
+        weight = self.lm_head.weight
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        return F.linear(hidden.float(), weight.float())
