@@ -7,6 +7,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(1)  # small matrices gain nothing from more, and lose all where cores are shared
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -152,6 +152,8 @@ def test_bad_requests_are_refused():
         Request(prompt=[1], max_new_tokens=-1)
     with pytest.raises(InputError, match=r"prompt_tokens \+ max_new_tokens: got 1\d\d, expected at most 96"):
         engine.run([Request(prompt=[1] * 90, max_new_tokens=50)])
+    with pytest.raises(InputError, match="max_context: got 5000, expected at most 4096"):
+        tiny.engine("unified", max_context=5000)
     with pytest.raises(InputError, match="page_size: got 0"):
         tiny.engine("unified", page_size=0)
 

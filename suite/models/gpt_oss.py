@@ -96,6 +96,11 @@ class GptOss(nn.Module):
         """One per layer, in order."""
         return [layer.self_attn.layer for layer in self.model.layers]
 
+    @property
+    def max_positions(self) -> int:
+        """How many positions the model can tell apart."""
+        return self.config.max_positions
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """input_ids, positions: int64 [tokens], all requests flattened -> final hidden states [tokens, hidden]."""
         turn = self.rotary.at(positions)

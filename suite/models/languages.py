@@ -177,7 +177,8 @@ def language(name: str) -> Language:
 def question(name: str, seed: int, index: int, length: int) -> tuple[list[int], list[int]]:
     """Question number `index` of a seed: the ids of the prompt, exactly `length`, and those of its answer.
 
-    Depends on its arguments only, so the first n questions of a seed are the same whatever n is.
+    Depends on its arguments only, so the first n questions of a seed are the same whatever n is. Raises
+    UnknownNameError for the language and InputError for a length that does not hold its text.
     """
     spoken = language(name)
     if length < 1:
@@ -185,7 +186,11 @@ def question(name: str, seed: int, index: int, length: int) -> tuple[list[int], 
     digest = hashlib.sha256(f"{name}/{seed}/{index}/{length}".encode()).digest()
     rng = np.random.RandomState(np.frombuffer(digest, dtype="<u4"))
     asked = 1 + int(_whole(rng, (1,), spoken.max_questions)[0]) if name == "local" else 1
-    ids = spoken.text(rng, 1, length + spoken.answer_tokens + spoken.ended, asked).ids[0].tolist()
+    after = spoken.answer_tokens + spoken.ended
+    try:
+        ids = spoken.text(rng, 1, length + after, asked).ids[0].tolist()
+    except InputError as error:
+        raise InputError("length", length, f"{error.expected}, the {after} after the prompt included") from None
     return ids[:length], ids[length : length + spoken.answer_tokens]
 
 

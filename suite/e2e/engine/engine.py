@@ -56,6 +56,8 @@ class Engine:
 
     def __init__(self, model: CausalModel, config: EngineConfig) -> None:
         self.model, self.config = model, config
+        if config.max_context > model.max_positions:
+            raise InputError("max_context", config.max_context, f"at most {model.max_positions}, the model's positions")
         layers = model.attention_layers
         geometry = RunnerGeometry.from_layers(layers, config.dtype, config.page_size)
         cls = backend_class(config.backend)

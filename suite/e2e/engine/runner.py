@@ -20,6 +20,7 @@ class CausalModel(Protocol):
     """What the engine needs of a model. `attend(layer, q, k, v)` is called once per attention layer."""
 
     attention_layers: list[AttentionLayer]
+    max_positions: int
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: object) -> torch.Tensor: ...
 

@@ -44,10 +44,11 @@ class Metadata:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PageTableMetadata(Metadata):
-    """Layout *page table*: entry [request, c] is the page (in blocks of `page_size` rows) of positions c * page_size on.
+    """Layout *page table*: entry [request, c] is the page of positions c * page_size on.
 
-    int32 [batch, columns]. What lies past a request's last page may be stale and must not be read. The
-    window table has the same columns; pages that left the window are the sink.
+    int32 [batch, columns], pages counted in blocks of `page_size` rows. What lies past a request's last
+    page may be stale and must not be read. The window table has the same columns; pages that left the
+    window are the sink.
     """
 
     page_size: int
@@ -84,7 +85,9 @@ class AttentionBackend(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def refusal(cls, geometry: RunnerGeometry, pool: PoolMode, device: str, launcher: Launcher, sinks: bool) -> str | None:
+    def refusal(
+        cls, geometry: RunnerGeometry, pool: PoolMode, device: str, launcher: Launcher, sinks: bool
+    ) -> str | None:
         """Why this backend cannot serve, with need and got; None when it can. Called before anything is allocated."""
 
     def __init__(self, *, pool: KVPool, translator: KVIndexTranslator, launcher: Launcher, sinks: bool) -> None:
@@ -119,4 +122,7 @@ class AttentionBackend(abc.ABC):
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: Metadata
     ) -> torch.Tensor:
-        """Write k, v [tokens, kv_heads, head_dim] and attend q [tokens, q_heads, head_dim]; same shape and dtype as q."""
+        """Write k, v [tokens, kv_heads, head_dim] and attend q [tokens, q_heads, head_dim].
+
+        Returns q's shape and dtype.
+        """

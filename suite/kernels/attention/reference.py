@@ -76,7 +76,8 @@ def execute(metadata: Metadata, layer: AttentionLayer, q: torch.Tensor, pool: KV
         query_len = mine.stop - mine.start
         first = 0 if layer.window is None else window_start(seq_len, query_len, layer.window)
         rows = rows_of(metadata, layer.kind, request, first, seq_len)
-        out[mine] = attend(q[mine], k_view[rows], v_view[rows], layer, seq_len - query_len - first).to(q.dtype)
+        keys, values = k_view.index_select(0, rows), v_view.index_select(0, rows)
+        out[mine] = attend(q[mine], keys, values, layer, seq_len - query_len - first).to(q.dtype)
     return out
 
 

@@ -15,6 +15,8 @@ from suite.kernels.ops.interpreter import INTERPRETED
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1.0e30)  # below every score, and finite: the difference of two of them is 0
 MIN_TILE = 16  # tensor cores multiply tiles of at least 16 rows
+# head width -> (keys per block, warps, stages): the fastest of 15 on an H200 with 4,096 tokens a request
+TUNED = {64: (64, 2, 4), 128: (128, 4, 2), 256: (32, 4, 2)}
 
 
 def decode_attention(
@@ -43,6 +45,7 @@ def decode_attention(
         lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=q.device)
     block_d = triton.next_power_of_2(head_dim)
     groups = q_heads // kv_heads
+    block_n, warps, stages = TUNED[max(64, block_d)]
     _split_kernel[(kv_heads, batch, splits)](
         q,
         q.stride(0),
@@ -61,11 +64,11 @@ def decode_attention(
         HEAD_DIM=head_dim,
         SPLITS=splits,
         BLOCK_M=max(MIN_TILE, triton.next_power_of_2(groups)),
-        BLOCK_N=128 if INTERPRETED else 64,
+        BLOCK_N=128 if INTERPRETED else block_n,
         BLOCK_D=block_d,
         UPCAST=INTERPRETED,
-        num_warps=4,
-        num_stages=3 if head_dim <= 128 else 2,
+        num_warps=warps,
+        num_stages=stages,
     )
     if splits > 1:
         _merge_kernel[(q_heads, batch)](

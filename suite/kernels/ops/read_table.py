@@ -13,7 +13,7 @@ import triton.language as tl
 from suite.errors import InputError
 
 PROGRAMS = 1024  # the grid follows the batch, not the lengths, so a captured launch stays cheap at short ones
-BLOCK = 256
+BLOCK = 256  # columns of page size 1, where a program has the most of them; half of it otherwise
 
 
 def read_table(
@@ -76,7 +76,8 @@ def read_table_triton(
     """The same as one Triton launch."""
     batch = req_rows.numel()
     columns = min(out.shape[1], triton.cdiv(req_to_token.shape[1], page_size))
-    useful = triton.cdiv(min(columns, triton.cdiv(max_seq_len, page_size)), BLOCK)
+    block = BLOCK if page_size == 1 else BLOCK // 2
+    useful = triton.cdiv(min(columns, triton.cdiv(max_seq_len, page_size)), block)
     grid = (batch, max(1, min(useful, triton.cdiv(PROGRAMS, batch))))
     _read_table_kernel[grid](
         out,
@@ -90,7 +91,7 @@ def read_table_triton(
         page_multiplier,
         columns,
         PAGE_SIZE=page_size,
-        BLOCK=BLOCK,
+        BLOCK=block,
     )
 
 

@@ -1,0 +1,196 @@
+"""Reading results: which run, its rows, and what its comparisons say.
+
+Rows come back as plain dictionaries of the shapes that `kvproof show --json` and `kvproof compare
+--json` print. A cell is named by what a reader tells cells apart by and the first digits of its key; a
+planted fault is part of the name, so that no planted row can pass for a real one.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Any, NamedTuple, TypedDict
+
+import sqlalchemy as sa
+
+from db import models
+from suite.errors import InputError, UnknownNameError
+from suite.records import METRICS
+
+JOINT_METRICS = ("max_logit_diff", "token_mismatches")  # computed over both arms, kept with the unified one
+
+
+class Value(TypedDict):
+    """One measured value."""
+
+    value: float
+    unit: str
+    n: int
+
+
+class ShowRow(TypedDict):
+    """How one arm of one cell ended."""
+
+    cell: str
+    family: str
+    model: str
+    backend: str
+    pool: str
+    launcher: str
+    status: str
+    reason: str | None
+    metrics: dict[str, Value]
+
+
+class CompareRow(TypedDict):
+    """One metric of both arms of one cell."""
+
+    cell: str
+    metric: str
+    static: float | None
+    unified: float | None
+    delta: float | None
+    verdict: str
+
+
+class Ended(NamedTuple):
+    """One cell_run with its names and numbers."""
+
+    cell_id: str
+    block: int
+    plants: list[str]
+    show: ShowRow
+
+
+def find_run(engine: sa.Engine, run: str | None = None) -> str:
+    """The id of `run`, an id or its unique beginning; the latest when None. InputError when there is none."""
+    table = models.Run
+    with engine.connect() as connection:
+        latest = connection.scalar(sa.select(table.id).order_by(table.started_at.desc(), table.id.desc()).limit(1))
+        if latest is None:
+            raise InputError("run", run, "a run of this database, which has none; `kvproof run` makes one")
+        if run is None:
+            return latest
+        found = connection.scalars(sa.select(table.id).where(table.id.startswith(run, autoescape=True)).limit(2)).all()
+    if len(found) != 1 or not run:
+        many = "more than one begins so" if found else f"the latest is {latest}"
+        raise InputError("run", run, f"the id of a run or its unique beginning; {many}")
+    return found[0]
+
+
+def run_counts(engine: sa.Engine, run_id: str) -> Counter[str]:
+    """How many rows of the run ended with each status."""
+    row = models.CellRun
+    query = sa.select(row.status, sa.func.count()).where(row.run_id == run_id).group_by(row.status)
+    counts: Counter[str] = Counter()
+    with engine.connect() as connection:
+        for status, n in connection.execute(query):
+            counts[status] = n
+    return counts
+
+
+def show_rows(engine: sa.Engine, run_id: str, metric: str | None = None) -> list[ShowRow]:
+    """Every row of the run in the order in which it ended, with all its metrics or only `metric`."""
+    rows = [ended.show for ended in ended_rows(engine, run_id)]
+    if metric is not None:
+        check_metric_name(metric, rows)
+        for row in rows:
+            row["metrics"] = {name: value for name, value in row["metrics"].items() if name == metric}
+    return rows
+
+
+def compare_rows(engine: sa.Engine, run_id: str, metric: str | None = None) -> list[CompareRow]:
+    """Every metric of every unified row beside its cell's static row, or only `metric`."""
+    ended = ended_rows(engine, run_id)
+    if metric is not None:
+        check_metric_name(metric, [row.show for row in ended])
+    static = {(row.cell_id, row.block): row.show for row in ended if row.show["pool"] == "static" and not row.plants}
+    blocks = Counter(cell_id for cell_id, _ in static)
+    rows = []
+    for row in ended:
+        if row.show["pool"] == "static":
+            continue
+        pair = static.get((row.cell_id, row.block))
+        names = {*JOINT_METRICS, *row.show["metrics"], *(pair["metrics"] if pair else ())}
+        for name in sorted(names, key=metric_order):
+            if metric in (None, name):
+                rows.append(compare_metric(name, pair, row.show, blocks[row.cell_id]))
+    return rows
+
+
+def compare_metric(metric: str, static: ShowRow | None, unified: ShowRow, blocks: int) -> CompareRow:
+    a = static["metrics"].get(metric) if static else None
+    b = unified["metrics"].get(metric)
+    values = (a["value"] if a else None, b["value"] if b else None)
+    kind = METRICS.get(metric.partition(".")[0])
+    delta = None if None in values else values[1] - values[0]  # type: ignore[operator]
+    if metric in JOINT_METRICS:
+        delta = values[1]
+        verdict = "missing" if delta is None else "equal" if delta == 0.0 else "differs"
+    elif delta is not None:
+        verdict = "equal" if delta == 0.0 else "differs"
+        if kind is not None and kind.timing:
+            verdict = f"not judged: {blocks} block{'s' * (blocks != 1)}"
+    else:
+        verdict = "missing"
+        if kind is not None and kind.better == "neither":
+            verdict = f"not judged: only the {'static' if b is None else 'unified'} arm has it"
+    return CompareRow(
+        cell=unified["cell"], metric=metric, static=values[0], unified=values[1], delta=delta, verdict=verdict
+    )
+
+
+def metric_order(name: str) -> tuple[int, str]:
+    """The order in which metrics are listed: that of METRICS, unknown ones last."""
+    base = name.partition(".")[0]
+    return (list(METRICS).index(base) if base in METRICS else len(METRICS), name)
+
+
+def check_metric_name(metric: str, rows: Iterable[ShowRow]) -> None:
+    known = {*METRICS, *(name for row in rows for name in row["metrics"])}
+    if metric not in known:
+        raise UnknownNameError("metric", metric, known)
+
+
+def cell_name(cell_id: str, model: str, backend: str, launcher: str, workload: str, plants: list[str]) -> str:
+    """`gpt-oss-mini/fa3/reference/laptop/1a2b3c4d5e6f`, a planted fault appended as `+FAULT`."""
+    name = "/".join((PurePath(model).name, backend, launcher, workload, cell_id[:12]))
+    return "+".join([name, *plants])
+
+
+def ended_rows(engine: sa.Engine, run_id: str) -> list[Ended]:
+    """Every row of the run in the order in which it was written."""
+    row, cell, arm, block = models.CellRun, models.Cell, models.Arm, models.Block
+    columns = (row.id, row.status, row.reason_code, row.reason, row.launcher.label("executed"), row.cell_id)
+    columns += (cell.family, cell.model, cell.backend, cell.launcher, cell.workload)  # type: ignore[assignment]
+    query = sa.select(*columns, arm.pool, arm.plants, block.number).where(row.run_id == run_id)
+    query = query.join(cell, row.cell_id == cell.id).join(arm, row.arm_id == arm.id)
+    query = query.join(block, row.block_id == block.id).order_by(row.id)
+    with engine.connect() as connection:
+        values = run_values(connection, run_id)
+        found = connection.execute(query).all()
+    return [Ended(r.cell_id, r.number, r.plants, show_row(r, values.get(r.id, {}))) for r in found]
+
+
+def show_row(row: Any, metrics: dict[str, Value]) -> ShowRow:
+    return ShowRow(
+        cell=cell_name(row.cell_id, row.model, row.backend, row.launcher, row.workload, row.plants),
+        family=row.family,
+        model=row.model,
+        backend=row.backend,
+        pool=row.pool,
+        launcher=row.executed or row.launcher,
+        status=row.status,
+        reason=": ".join(part for part in (row.reason_code, row.reason) if part) or None,
+        metrics={name: metrics[name] for name in sorted(metrics, key=metric_order)},
+    )
+
+
+def run_values(connection: sa.Connection, run_id: str) -> dict[str, dict[str, Value]]:
+    """The measurements of every row of the run, by row id and metric."""
+    m, row, metric = models.Measurement, models.CellRun, models.Metric
+    query = sa.select(m.cell_run_id, m.metric, m.value, metric.unit, m.n).join(row, m.cell_run_id == row.id)
+    query = query.join(metric, m.metric == metric.name).where(row.run_id == run_id)
+    values: dict[str, dict[str, Value]] = {}
+    for row_id, name, value, unit, n in connection.execute(query):
+        values.setdefault(row_id, {})[name] = Value(value=value, unit=unit, n=n)
+    return values

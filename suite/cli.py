@@ -1,0 +1,201 @@
+"""The command `kvproof`. Data on stdout, progress on stderr; each command imports late what it needs.
+
+Exit codes: 0 good, 1 a wrong row, 3 a crash or a failure of the machinery, 4 bad input, 130 interrupted.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from suite.errors import InputError, KvproofError
+
+if TYPE_CHECKING:
+    from suite.e2e.matrix.plan import Plan
+    from suite.e2e.matrix.run import RunSummary
+
+DEMO_MATRIX = Path(__file__).resolve().parents[1] / "matrices" / "demo.toml"
+DEMO_FAULT = "read_skips_translation"
+INFRASTRUCTURE_EXIT_CODE = 3
+INTERRUPTED_EXIT_CODE = 130
+
+app = typer.Typer(
+    name="kvproof",
+    help="Proof that a unified KV pool answers, drafts and runs like the static one.",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+Db = Annotated[str, typer.Option(help="Results database: a SQLite file, or an SQLAlchemy URL.", metavar="URL")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Run = Annotated[
+    str | None,
+    typer.Argument(help="A run's id or its unique beginning; the latest run when left out.", metavar="[RUN]"),
+]
+MetricName = Annotated[str | None, typer.Option("--metric", help="Only this metric.", metavar="NAME")]
+Plant = Annotated[
+    str | None,
+    typer.Option(help="Also run the unified arm of the first cell with this fault planted.", metavar="FAULT"),
+]
+DEFAULT_DB = "kvproof.db"
+
+
+@app.command()
+def run(
+    matrix: Annotated[Path, typer.Argument(help="The matrix to run.", metavar="MATRIX.toml")],
+    db: Db = DEFAULT_DB,
+    json: Json = False,
+    plant: Plant = None,
+) -> None:
+    """Run every cell of a matrix, each arm in a process of its own, and keep every row.
+
+    The last line of --json is {"run", "planned", "passed", "wrong", "refused", "crashed", "timed_out", "skipped"}.
+    Exit code 0 when all rows passed or were refused, 1 when one is wrong, 3 when one crashed or timed out.
+    """
+    summary = execute(load(matrix, plant), db)
+    from suite.records import STATUSES
+
+    if json:
+        print_json_line({"run": summary.run, "planned": summary.planned, **{s: summary.statuses[s] for s in STATUSES}})
+    else:
+        show(summary.run, db)
+    raise typer.Exit(summary.exit_code)
+
+
+@app.command()
+def show(run: Run = None, db: Db = DEFAULT_DB, json: Json = False, metric: MetricName = None) -> None:
+    """Show every row of a run: how it ended, why, and what it measured.
+
+    --json rows: {"cell", "family", "model", "backend", "pool", "launcher", "status", "reason", "metrics"}; a planted
+    fault is appended to the name of its cell.
+    """
+    from db.queries import find_run, show_rows
+    from db.session import open_db
+    from suite.e2e.report.tables import print_show
+
+    engine = open_db(db, create=False)
+    run_id = find_run(engine, run)
+    rows = show_rows(engine, run_id, metric)
+    if json:
+        print_json_rows(rows)
+    else:
+        print_show(run_id, rows)
+
+
+@app.command()
+def compare(run: Run = None, db: Db = DEFAULT_DB, json: Json = False, metric: MetricName = None) -> None:
+    """Compare the unified rows of a run with their cells' static rows, metric by metric.
+
+    --json rows: {"cell", "metric", "static", "unified", "delta", "verdict"}. Verdicts: equal, differs, missing, or
+    "not judged: ..." where so few blocks support none.
+    """
+    from db.queries import compare_rows, find_run
+    from db.session import open_db
+    from suite.e2e.report.tables import print_compare
+
+    engine = open_db(db, create=False)
+    run_id = find_run(engine, run)
+    rows = compare_rows(engine, run_id, metric)
+    if json:
+        print_json_rows(rows)
+    else:
+        print_compare(run_id, rows)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """List the attention backends, and what can execute each of them on this machine.
+
+    --json rows: {"backend", "family", "usable", "launchers", "refusal"}; usable means a native or interpreter launcher.
+    """
+    from suite.e2e.report.doctor import doctor_rows
+    from suite.e2e.report.tables import print_doctor
+
+    rows = doctor_rows()
+    if json:
+        print_json_rows(rows)
+    else:
+        print_doctor(rows)
+
+
+@app.command()
+def demo(db: Db = DEFAULT_DB) -> None:
+    """Prove the unified pool on this machine, and that a planted fault would be caught.
+
+    Exit code 0 exactly when every row passed, except that the planted one is wrong; else 1.
+    """
+    from db.queries import ended_rows
+    from db.session import open_db
+    from suite.e2e.report.demo import demo_verdict
+    from suite.e2e.report.tables import print_demo
+
+    summary = execute(load(DEMO_MATRIX, DEMO_FAULT), db)
+    rows = ended_rows(open_db(db, create=False), summary.run)
+    print_demo(summary.run, rows)
+    verdict = demo_verdict(rows)
+    typer.echo(verdict.text)
+    if summary.interrupted:
+        raise typer.Exit(summary.exit_code)
+    raise typer.Exit(0 if verdict.proved else 1)
+
+
+def load(matrix: Path, plant: str | None) -> "Plan":
+    from suite.e2e.matrix.plan import load_plan, with_plant
+
+    plan = load_plan(matrix)
+    return plan if plant is None else with_plant(plan, plant)
+
+
+def execute(plan: "Plan", db: str) -> "RunSummary":
+    """Run `plan`, telling its progress. The plan is sound by now; the database is opened before any child starts."""
+    from db.session import open_db
+    from suite.e2e.matrix.run import run_plan
+    from suite.e2e.report.progress import ConsoleProgress
+
+    return run_plan(plan, open_db(db), progress=ConsoleProgress(len(plan.jobs())))
+
+
+def print_json_line(value: object) -> None:
+    import msgspec
+
+    typer.echo(msgspec.json.encode(value).decode())
+
+
+def print_json_rows(rows: Sequence[object]) -> None:
+    """One JSON array, one row a line."""
+    import msgspec
+
+    lines = ",\n".join(msgspec.json.encode(row).decode() for row in rows)
+    typer.echo(f"[\n{lines}\n]" if rows else "[]")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point: runs one command and exits with its code."""
+    sys.exit(invoke(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def invoke(arguments: list[str]) -> int:
+    """One command's exit code. An error of the user is one line on stderr; one of ours keeps its traceback."""
+    usage_error: type[Exception] = typer.BadParameter.__mro__[1]  # typer's own copy of click has no public name for it
+    try:
+        result = app(arguments or ["--help"], prog_name="kvproof", standalone_mode=False)
+    except usage_error as error:
+        typer.echo(f"error: {error.format_message()}", err=True)  # type: ignore[attr-defined]
+        return InputError.exit_code
+    except KvproofError as error:
+        typer.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED_EXIT_CODE
+    except Exception:
+        traceback.print_exc()  # and not exit code 1, which says that a row is wrong
+        return INFRASTRUCTURE_EXIT_CODE
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    main()

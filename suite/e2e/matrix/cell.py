@@ -1,0 +1,76 @@
+"""The child process: one job in, one outcome out.
+
+`python -m suite.e2e.matrix.cell JOB.json OUTCOME.json`. Exit code 0 says that the outcome file is there,
+whatever its status; 4 that the job could not be read; anything else is a crash, whose traceback is on
+stderr and which leaves no outcome.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from suite.errors import InputError, RefusedError
+from suite.records import CellJob, Outcome, Status
+
+INTERPRET = "TRITON_INTERPRET"
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 2:
+        print("usage: python -m suite.e2e.matrix.cell JOB.json OUTCOME.json", file=sys.stderr)
+        return InputError.exit_code
+    job_path, outcome_path = map(Path, arguments)
+    try:
+        job = msgspec.json.decode(job_path.read_bytes(), type=CellJob)
+    except (OSError, msgspec.MsgspecError) as error:
+        print(f"error: {InputError('job', str(job_path), f'a readable job ({error})')}", file=sys.stderr)
+        return InputError.exit_code
+    started = time.monotonic()
+    outcome = execute(job)
+    write_whole(outcome_path, msgspec.json.encode(replace(outcome, duration_s=time.monotonic() - started)))
+    return 0
+
+
+def execute(job: CellJob) -> Outcome:
+    """What the job came to. Refusals and bad input are outcomes; every other exception is a crash."""
+    set_interpreter(job)
+    from suite.e2e.matrix.measure import measure
+
+    try:
+        return measure(job)
+    except RefusedError as error:
+        return ended(job, "refused", "refused", str(error))
+    except InputError as error:
+        return ended(job, "crashed", "bad_input", str(error))
+
+
+def set_interpreter(job: CellJob) -> None:
+    """Triton reads this when it is first imported, so the launcher decides here and nothing else may."""
+    if job.cell.launcher == "interpreter":
+        os.environ[INTERPRET] = "1"
+    else:
+        os.environ.pop(INTERPRET, None)
+
+
+def ended(job: CellJob, status: Status, reason_code: str, reason: str) -> Outcome:
+    from suite.provenance import provenance
+
+    return Outcome(status=status, reason_code=reason_code, reason=reason, provenance=provenance(job.cell.device))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader finds all of it or no file."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

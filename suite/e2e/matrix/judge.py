@@ -1,0 +1,137 @@
+"""Holding an arm to its cell's static arm, and every arm to what it claims.
+
+On one machine, one backend and one schedule the arms' arithmetic is the same, so their logits must be
+bit-identical: the bound is 0.0. A unified run whose pages did not move proves nothing and is void. What
+is judged wrong loses its timings: a wrong result has no latency. Pure functions, no torch.
+"""
+
+import math
+
+import numpy as np
+from msgspec.structs import replace
+
+from suite.records import METRICS, Arm, Cell, Metric, Outcome, Record, Samples
+
+MIN_MOVED_SHARE = 0.5  # of the live pages: below, the page map is too near the identity to prove anything
+
+
+class Exactness(Record):
+    """How far an arm's answers are from the static arm's, over the same requests."""
+
+    max_logit_diff: float
+    logits: int
+    token_mismatches: int
+    tokens: int
+
+    @property
+    def exact(self) -> bool:
+        return self.max_logit_diff == 0.0 and self.token_mismatches == 0
+
+
+class Ruling(Record):
+    """An outcome as it enters the database, and how exact it is when that could be told."""
+
+    outcome: Outcome
+    exactness: Exactness | None = None
+
+
+def judge(cell: Cell, arm: Arm, outcome: Outcome, static: Outcome | None) -> Ruling:
+    """Rule on `outcome` of `arm`; `static` is the ruled outcome of its cell's static arm, None when there is none."""
+    if outcome.status not in ("passed", "wrong"):
+        return Ruling(outcome=outcome)
+    if outcome.status == "passed" and outcome.launcher != cell.launcher:
+        reason = f"executed by {outcome.launcher}, the cell asks for {cell.launcher}"
+        outcome = wrong(outcome, "launcher_differs", reason)
+    if arm.pool == "static":
+        return Ruling(outcome=outcome)
+    exactness = None
+    if static is not None and static.status == "passed":
+        outcome, exactness = compare(outcome, static)
+    return Ruling(outcome=check_moved(outcome), exactness=exactness)
+
+
+def compare(outcome: Outcome, static: Outcome) -> tuple[Outcome, Exactness | None]:
+    """`outcome` with its distance from `static`, wrong unless that is zero."""
+    if reason := not_comparable(outcome, static):
+        return wrong(outcome, "not_comparable", reason), None
+    pairs = {name: (find(static, name), find(outcome, name)) for name in ("logits", "tokens")}
+    for name, (a, b) in pairs.items():
+        if a is None or b is None:
+            lacking = "static" if a is None else "unified"
+            return wrong(outcome, "not_comparable", f"the {lacking} arm has no samples of {name}"), None
+        if a.shape != b.shape or 0 in a.shape:
+            reason = f"{name} of shapes {list(a.shape)} static and {list(b.shape)} unified"
+            return wrong(outcome, "shapes_differ", reason), None
+    exactness = measure_exactness(**{name: (a.unpack(), b.unpack()) for name, (a, b) in pairs.items() if a and b})
+    outcome = replace(outcome, metrics={**outcome.metrics, **exactness_metrics(exactness)})
+    if not exactness.exact:
+        reason = (
+            f"largest logit difference {exactness.max_logit_diff:g} over {exactness.logits} logits, "
+            f"{exactness.token_mismatches} of {exactness.tokens} tokens differ, expected 0"
+        )
+        outcome = wrong(outcome, "logits_differ", reason)
+    return outcome, exactness
+
+
+def not_comparable(outcome: Outcome, static: Outcome) -> str | None:
+    """Why the two cannot be compared; None when they can."""
+    for field in ("launcher", "prompt_hash"):
+        a, b = getattr(static, field), getattr(outcome, field)
+        if a != b or a is None:
+            return f"{field} is {a} in the static arm and {b} in the unified arm"
+    return None
+
+
+def find(outcome: Outcome, metric: str) -> Samples | None:
+    return next((samples for samples in outcome.samples if samples.metric == metric), None)
+
+
+def measure_exactness(logits: tuple[np.ndarray, np.ndarray], tokens: tuple[np.ndarray, np.ndarray]) -> Exactness:
+    """Distances of logits [rows, vocab] and token ids [requests, new_tokens]; NaN when any pair has no distance.
+
+    Equal infinities are equal: a masked logit is -inf in both arms. A NaN is never equal to anything.
+    """
+    a, b = (array.astype(np.float64) for array in logits)
+    with np.errstate(invalid="ignore"):
+        distance = np.where(a == b, 0.0, np.abs(a - b))
+    return Exactness(
+        max_logit_diff=float(distance.max()),  # NaN wins
+        logits=distance.size,
+        token_mismatches=int((tokens[0] != tokens[1]).sum()),
+        tokens=int(tokens[0].size),
+    )
+
+
+def exactness_metrics(exactness: Exactness) -> dict[str, Metric]:
+    """The metrics of `exactness`; a distance that is no number is none, its row's reason tells it."""
+    metrics = {"token_mismatches": Metric(value=exactness.token_mismatches, unit="tokens", n=exactness.tokens)}
+    if math.isfinite(exactness.max_logit_diff):
+        metrics["max_logit_diff"] = Metric(value=exactness.max_logit_diff, unit="logit", n=exactness.logits)
+    return metrics
+
+
+def check_moved(outcome: Outcome) -> Outcome:
+    """A unified outcome is void unless enough of its live pages had moved."""
+    moved = outcome.metrics.get("moved_share")
+    if moved is not None and moved.value >= MIN_MOVED_SHARE:
+        return outcome
+    share = "no share of moved pages" if moved is None else f"{moved.value:.1%} of the live pages moved"
+    return wrong(outcome, "identity_map", f"{share}, a unified run needs at least {MIN_MOVED_SHARE:.0%}")
+
+
+def wrong(outcome: Outcome, reason_code: str, reason: str) -> Outcome:
+    """`outcome` as wrong, without timings. The first finding keeps the code, every finding is in the reason."""
+    if outcome.status == "wrong":
+        reason_code, reason = outcome.reason_code or reason_code, f"{outcome.reason}; {reason}"
+    return replace(without_timings(outcome), status="wrong", reason_code=reason_code, reason=reason)
+
+
+def without_timings(outcome: Outcome) -> Outcome:
+    """`outcome` without its timing metrics and their samples: what every row that did not pass must be."""
+
+    def kept(name: str) -> bool:
+        kind = METRICS.get(name.partition(".")[0])
+        return kind is None or not kind.timing
+
+    metrics = {name: metric for name, metric in outcome.metrics.items() if kept(name)}
+    return replace(outcome, metrics=metrics, samples=tuple(s for s in outcome.samples if kept(s.metric)))

@@ -1,0 +1,186 @@
+"""From a matrix in TOML to the cells and arms that will run.
+
+`[defaults]` gives fields to every `[[cells]]` entry, whose axes may be lists: their product is planned.
+Everything is checked before anything runs; nothing unknown is tolerated, nothing is chosen silently.
+"""
+
+import itertools
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+
+from suite.e2e.accuracy.task import load_task
+from suite.e2e.faults import FAULTS
+from suite.e2e.matrix.fields import Check, Table, axis, boolean, check_keys, integer, number, one_of, text
+from suite.errors import InputError, UnknownNameError
+from suite.kernels.attention.support import BACKENDS
+from suite.models.registry import shipped_models
+from suite.records import LAUNCHERS, POOL_MODES, Arm, Cell, CellJob, Record, Workload, content_hash
+
+MAX_TIMEOUT_S = 7 * 24 * 3600.0
+
+
+class PlannedCell(Record):
+    """One cell with its arms, in the order in which they run: static first, it is what the others are held to."""
+
+    cell: Cell
+    arms: tuple[Arm, ...]
+    timeout_s: float
+
+
+class Plan(Record):
+    """What one run executes."""
+
+    name: str
+    cells: tuple[PlannedCell, ...]
+
+    def jobs(self) -> list[CellJob]:
+        """One job per (cell, arm), each cell's arms together."""
+        return [
+            CellJob(cell=planned.cell, arm=arm, block=0, timeout_s=planned.timeout_s)
+            for planned in self.cells
+            for arm in planned.arms
+        ]
+
+
+def model(field: str, value: object) -> str:
+    """A shipped checkpoint's name, or a folder that exists."""
+    name = text(field, value)
+    if name not in (shipped := shipped_models()) and not Path(name).is_dir():
+        raise UnknownNameError(field, name, [*shipped, "a checkpoint folder"])
+    return name
+
+
+def tasks(field: str, value: object) -> dict[str, int]:
+    """Names of accuracy tasks (`recall`, or `recall@128` for prompts of that length) and their numbers of items."""
+    if not isinstance(value, dict):
+        raise InputError(field, value, "a table of task names and numbers of items")
+    for name in value:
+        try:
+            load_task(name)
+        except InputError as error:
+            raise InputError(f"{field}.{name}", error.value, error.expected) from error
+    return {name: integer(1)(f"{field}.{name}", count) for name, count in value.items()}
+
+
+def names(known: Collection[str]) -> Check:
+    return one_of(lambda: known)
+
+
+CELL_FIELDS: dict[str, Check] = {
+    "family": names(("engine",)),
+    "model": axis(model),
+    "backend": axis(names(BACKENDS)),
+    "launcher": names(LAUNCHERS),
+    "device": names(("cpu", "cuda")),
+    "dtype": axis(names(("float32", "bfloat16"))),
+    "page_size": axis(integer(1)),
+    "graph": axis(boolean),
+    "seed": integer(0),
+    "pool": axis(names(POOL_MODES)),
+    "workload": text,
+    "timeout_s": number(0, MAX_TIMEOUT_S, above=True),
+}
+AXES = ("model", "backend", "dtype", "page_size", "graph")  # with pool, whose values are the arms
+WORKLOAD_FIELDS: dict[str, Check] = {
+    "requests": integer(1),
+    "prompt_tokens": integer(1),
+    "new_tokens": integer(1),
+    "batch": integer(1),
+    "chunk_tokens": integer(1),
+    "tasks": tasks,
+    "min_accuracy": number(0, 1),
+    "timing_repeats": integer(1),
+}
+OPTIONAL_WORKLOAD_FIELDS = ("tasks", "min_accuracy", "timing_repeats")
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan of the matrix at `path`; InputError naming the dotted field of the first thing wrong in it."""
+    try:
+        with open(path, "rb") as file:
+            matrix = tomllib.load(file)
+    except OSError as error:
+        raise InputError("matrix", str(path), f"a readable TOML file ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError("matrix", str(path), f"valid TOML ({error})") from error
+    return parse_plan(matrix)
+
+
+def parse_plan(matrix: Table) -> Plan:
+    """The plan of a parsed matrix."""
+    check_keys("", matrix, ("name", "defaults", "workloads", "cells"))
+    name = text("name", matrix.get("name"))
+    defaults = read_fields("defaults", matrix.get("defaults", {}), CELL_FIELDS)
+    workloads = read_workloads(matrix.get("workloads", {}))
+    entries = matrix.get("cells")
+    if not isinstance(entries, list) or not entries:
+        raise InputError("cells", entries, "at least one [[cells]] table")
+    first: dict[str, str] = {}
+    planned: list[PlannedCell] = []
+    for number_, entry in enumerate(entries):
+        field = f"cells[{number_}]"
+        for cell in plan_entry(field, {**defaults, **read_fields(field, entry, CELL_FIELDS)}, workloads):
+            if (key := content_hash(cell.cell)) in first:
+                raise InputError(field, cell_text(cell.cell), f"a cell that {first[key]} does not plan already")
+            first[key] = field
+            planned.append(cell)
+    return Plan(name=name, cells=tuple(planned))
+
+
+def read_fields(field: str, table: object, known: dict[str, Check]) -> Table:
+    """The checked values of `table`, which may have any of the fields `known`."""
+    given = check_keys(field, table, known)
+    return {key: known[key](f"{field}.{key}", value) for key, value in given.items()}
+
+
+def read_workloads(tables: object) -> dict[str, Workload]:
+    if not isinstance(tables, dict):
+        raise InputError("workloads", tables, "tables [workloads.NAME]")
+    workloads = {}
+    for name, table in tables.items():
+        field = f"workloads.{name}"
+        fields = read_fields(field, table, WORKLOAD_FIELDS)
+        for key in WORKLOAD_FIELDS:
+            if key not in fields and key not in OPTIONAL_WORKLOAD_FIELDS:
+                raise InputError(f"{field}.{key}", None, "a value")
+        if "min_accuracy" in fields and not fields.get("tasks"):
+            raise InputError(f"{field}.min_accuracy", fields["min_accuracy"], "tasks to measure the accuracy with")
+        workloads[name] = Workload(name=name, **fields)
+    return workloads
+
+
+def plan_entry(field: str, fields: Table, workloads: dict[str, Workload]) -> list[PlannedCell]:
+    """The product of one entry's axes, the last axis varying fastest."""
+    for key in CELL_FIELDS:
+        if key not in fields:
+            raise InputError(f"{field}.{key}", None, "a value, here or in [defaults]")
+    if fields["workload"] not in workloads:
+        raise UnknownNameError(f"{field}.workload", fields["workload"], workloads)
+    same = {key: fields[key] for key in ("family", "launcher", "device", "seed")}
+    arms = tuple(Arm(pool=pool) for pool in POOL_MODES if pool in fields["pool"])
+    cells = []
+    for point in itertools.product(*(fields[key] for key in AXES)):
+        cell = Cell(workload=workloads[fields["workload"]], **same, **dict(zip(AXES, point, strict=True)))
+        cells.append(PlannedCell(cell=cell, arms=arms, timeout_s=fields["timeout_s"]))
+    return cells
+
+
+def with_plant(plan: Plan, fault: str) -> Plan:
+    """`plan` with one arm more: the unified pool with `fault` in it, in the first cell that compares the two pools."""
+    if fault not in FAULTS:
+        raise UnknownNameError("plant", fault, FAULTS)
+    planned: list[PlannedCell] = list(plan.cells)
+    for index, cell in enumerate(planned):
+        if {arm.pool for arm in cell.arms} >= {"static", "unified"}:
+            arms = (*cell.arms, Arm(pool="unified", plants=(fault,)))
+            planned[index] = PlannedCell(cell=cell.cell, arms=arms, timeout_s=cell.timeout_s)
+            return Plan(name=plan.name, cells=tuple(planned))
+    raise InputError("plant", fault, "a matrix with a cell of both pools, static and unified")
+
+
+def cell_text(cell: Cell) -> str:
+    """`cell` in words, for messages and progress."""
+    graph = "graph" if cell.graph else "eager"
+    parts = (Path(cell.model).name, cell.backend, cell.launcher, cell.device, cell.dtype)
+    return "/".join((*parts, f"page{cell.page_size}", graph, cell.workload.name))

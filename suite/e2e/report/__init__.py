@@ -1,0 +1,1 @@
+"""Results for people: tables, progress, the demo's verdict. Reads only the database."""

@@ -1,0 +1,106 @@
+"""Rows as tables on stdout, as wide as they need to be when nobody's terminal cuts them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from db.queries import CompareRow, Ended, ShowRow
+
+PIPE_WIDTH = 400  # columns, when stdout is no terminal: whole lines for grep
+STATUS_STYLE = {"passed": "green", "wrong": "bold red", "refused": "yellow", "crashed": "bold red", "timed_out": "red"}
+DEMO_METRICS = {
+    "accuracy": "accuracy",
+    "max_logit_diff": "largest logit diff",
+    "itl_ms": "ITL ms",
+    "moved_share": "moved",
+}
+
+
+def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """One table on stdout."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    table = Table(title=title, title_justify="left", *header)  # noqa: B026 - the columns are rich's *args
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def print_show(run_id: str, rows: list[ShowRow]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    header = ["cell", "pool", "launcher", "status", *names, "reason"]
+    lines = (
+        [
+            *(row["cell"], row["pool"], row["launcher"], status(row)),
+            *(value(row, name) for name in names),
+            escape(row["reason"] or ""),
+        ]
+        for row in rows
+    )
+    print_table(f"run {run_id}", header, lines)
+
+
+def print_compare(run_id: str, rows: list[CompareRow]) -> None:
+    header = ["cell", "metric", "static", "unified", "delta", "verdict"]
+    lines = (
+        [
+            row["cell"],
+            row["metric"],
+            number(row["static"]),
+            number(row["unified"]),
+            number(row["delta"]),
+            row["verdict"],
+        ]
+        for row in rows
+    )
+    print_table(f"run {run_id}: static against unified", header, lines)
+
+
+def print_doctor(rows: list[dict[str, Any]]) -> None:
+    header = ["backend", "family", "usable", "launchers", "refusal"]
+    lines = (
+        [
+            *(row["backend"], row["family"], "yes" if row["usable"] else "no"),
+            *(", ".join(row["launchers"]), escape(row["refusal"] or "")),
+        ]
+        for row in rows
+    )
+    print_table("attention backends on this machine", header, lines)
+
+
+def print_demo(run_id: str, rows: list[Ended]) -> None:
+    header = ["model", "backend", "pool", "planted fault", "launcher", "status", *DEMO_METRICS.values(), "reason"]
+    lines = (
+        [
+            *(row.show["model"], row.show["backend"], row.show["pool"], ", ".join(row.plants) or "-"),
+            *(row.show["launcher"], status(row.show)),
+            *(value(row.show, name) for name in DEMO_METRICS),
+            escape(row.show["reason"] or ""),
+        ]
+        for row in rows
+    )
+    print_table(f"run {run_id}", header, lines)
+
+
+def status(row: ShowRow) -> str:
+    style = STATUS_STYLE.get(row["status"])
+    return f"[{style}]{row['status']}[/]" if style else row["status"]
+
+
+def value(row: ShowRow, metric: str) -> str:
+    found = row["metrics"].get(metric)
+    return number(found["value"] if found else None)
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def escape(text: str) -> str:
+    """`text` with its square brackets kept from rich."""
+    from rich.markup import escape as rich_escape
+
+    return rich_escape(text)

@@ -1,0 +1,87 @@
+"""Every backend on both pools: prefill, chunked prefill and decode against dense attention, moves in between."""
+
+import pytest
+import torch
+
+from suite.kernels.batch import ForwardMode
+from tests.attention_rig import Rig
+
+CPU = [("reference", "reference"), ("triton", "reference"), ("triton", "interpreter"), ("fa3", "reference")]
+BACKENDS = pytest.mark.parametrize(("backend", "launcher"), CPU, ids=["-".join(pair) for pair in CPU])
+MODES = pytest.mark.parametrize("mode", ["static", "unified"])
+W = 20
+
+
+def edges(page_size: int) -> list[int]:
+    """Lengths around one page, two pages and the window."""
+    around = {page_size - 1, page_size, page_size + 1, 2 * page_size + 1, W - 1, W, W + 1}
+    return sorted(around - {0})
+
+
+@BACKENDS
+@MODES
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_serves_ragged_requests_through_moves(backend, launcher, mode, page_size):
+    lengths = edges(page_size)
+    rig = Rig(mode, backend, launcher, page_size, window=W, requests=len(lengths) + 1)
+    decoy = len(lengths) + 1
+    work = {decoy: 30} | dict(enumerate(lengths, 1))
+    rig.step(work, mode=ForwardMode.EXTEND).assert_earned()
+    rig.release(decoy)  # its pages become holes below everybody else's
+    assert (rig.move() > 0) is (mode == "unified")
+    del work[decoy]
+    rig.step(dict.fromkeys(work, 1)).assert_earned()
+    rig.step(dict.fromkeys(reversed(work), 1)).assert_earned()
+
+
+@BACKENDS
+@MODES
+def test_chunked_prefill_equals_the_whole(backend, launcher, mode):
+    rig = Rig(mode, backend, launcher, window=10)
+    rig.step({1: 7, 2: 30}).assert_earned()
+    rig.step({2: 5, 3: 1, 1: 26}).assert_earned()
+    rig.release(2)
+    rig.move()
+    rig.step({3: 33, 1: 1, 4: 2}).assert_earned()
+
+
+@pytest.mark.parametrize("mode", ["static", "unified"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"window": None, "sinks": False},
+        {"sinks": False, "q_heads": 3, "kv_heads": 1, "head_dim": 24},
+        {"dtype": torch.bfloat16, "q_heads": 8, "kv_heads": 1},
+        {"q_heads": 2, "kv_heads": 2, "window": 1},
+    ],
+    ids=str,
+)
+def test_triton_shapes(mode, shape):
+    rig = Rig(mode, "triton", "interpreter", **shape)
+    rig.step({1: 9, 2: 26}).assert_earned()
+    rig.step({2: 1, 1: 1}).assert_earned()
+    rig.step({1: 3, 2: 1}).assert_earned()
+
+
+@pytest.mark.parametrize("splits", [2, 3, 7])
+def test_triton_merges_splits(splits, monkeypatch):
+    # a stream of 128 keys or fewer is one block: later splits stay empty, and their scratch is never read
+    rig = Rig("unified", "triton", "interpreter", context=400, requests=3)
+    monkeypatch.setattr(rig.attention, "decode_splits", lambda layer, batch: splits)
+    rig.step({1: 300, 2: 5, 3: 129}).assert_earned()
+    rig.step({1: 1, 2: 1, 3: 1}).assert_earned()
+
+
+@MODES
+@pytest.mark.parametrize(("backend", "launcher"), CPU)
+def test_pools_agree_to_the_bit(backend, launcher, mode):
+    """A backend's answer depends on K and V, never on where they lie."""
+    rigs = [Rig("static", backend, launcher, poison=False), Rig(mode, backend, launcher)]
+    for rig in rigs:
+        rig.step({4: 20, 1: 13, 2: 40})
+        rig.release(4)
+        rig.move()
+    for work in ({1: 6, 2: 1}, {1: 1, 2: 1}):
+        one, other = (rig.step(work) for rig in rigs)
+        for layer in one.out:
+            assert torch.equal(one.out[layer], other.out[layer]), f"layer {layer}"
