@@ -34,7 +34,7 @@ Db = Annotated[str, typer.Option(help="Results database: a SQLite file, or an SQ
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Run = Annotated[
     str | None,
-    typer.Argument(help="A run's id or its unique beginning; the latest run when left out.", metavar="[RUN]"),
+    typer.Argument(help="A run's id or its unique beginning; the latest run when left out.", metavar="RUN"),
 ]
 MetricName = Annotated[str | None, typer.Option("--metric", help="Only this metric.", metavar="NAME")]
 Plant = Annotated[

@@ -146,7 +146,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestAllocator.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 def test_joint_capacity_is_one_number():
@@ -184,7 +184,7 @@ def test_double_free_and_sink_free_are_named():
 def test_integrity_check_prints_the_equation():
     allocator = allocator_of("unified", geometry())
     allocator.alloc(5)
-    allocator.full.holes.add(77)
+    allocator.full.holes += 1
     with pytest.raises(InvariantError, match=r"full: live 5 \+ holes 1 \+ pending 0 != span 5"):
         allocator.check()
 
@@ -198,7 +198,7 @@ def test_moves_follow_free_and_leave_freed_bytes_poisoned():
     moved = allocator.page_map(KVKind.FULL)[pages[4:]] != before[pages[4:]]
     assert moved.all()
     assert allocator.pages_moved == 8
-    free_row = allocator.full.page_of(allocator.full.length) * allocator.pool.page_multiplier(KVKind.FULL) * 4
+    free_row = int(allocator.full.page_of(allocator.full.length)) * allocator.pool.page_multiplier(KVKind.FULL) * 4
     assert allocator.pool.k_view(0)[free_row].isnan().all()
 
 

@@ -124,7 +124,15 @@ def test_the_demo_is_green_exactly_when_only_the_plant_is_red(kvproof, monkeypat
     code, out, err = kvproof("demo")
     assert code == 0
     assert out.splitlines()[-1].startswith("PROVED: 4 of 4 rows passed, and the planted fault read_skips_translation")
-    for heading in ("planted fault", "launcher", "status", "accuracy", "largest logit diff", "ITL ms", "moved"):
+    for heading in (
+        "planted fault",
+        "launcher",
+        "status",
+        "accuracy",
+        "largest logit diff",
+        "median ITL ms",
+        "pages moved",
+    ):
         assert heading in out
     assert err.count(" in ") == 5
     for trouble in ({"caught": False}, {"crash": "fa3"}, {"refuse": "fa3"}):

@@ -12,6 +12,7 @@ import torch
 
 from suite.errors import InputError
 from suite.kernels.ids import KernelIds, VirtualIds, require_virtual
+from suite.kernels.upload import upload
 
 if TYPE_CHECKING:
     from suite.kernels.translator import KVIndexTranslator
@@ -79,7 +80,7 @@ class ForwardBatch:
             offsets.append(offsets[-1] + length)
         # one pinned upload for every integer of the batch
         n, b = len(input_ids), len(seq_lens)
-        packed = _upload([*input_ids, *positions, *req_rows, *seq_lens, *offsets], written.device)
+        packed = upload([*input_ids, *positions, *req_rows, *seq_lens, *offsets], written.device)
         ids, pos, rows, lens, cu = packed.split([n, n, b, b, b + 1])
         return cls(
             mode=mode,
@@ -110,8 +111,3 @@ def _check_lengths(
         raise InputError("query_lens", sum(query_lens), f"a sum of {tokens}, the new tokens")
     if mode is ForwardMode.DECODE and set(query_lens) != {1}:
         raise InputError("query_lens", max(query_lens), "1 for every request of a decode batch")
-
-
-def _upload(values: list[int], device: torch.device) -> torch.Tensor:
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)

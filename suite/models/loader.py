@@ -33,17 +33,16 @@ def load_model(folder: Path | str, *, dtype: torch.dtype, device: str | torch.de
 
     Raises InputError for a bad config.json and CheckpointError for the first tensor or file that does not fit.
     """
-    folder = Path(folder)
-    values = _read_config(folder)
-    entry = entry_of(values)
-    model = entry.model_class()(entry.config_class().from_hf(values), dtype=dtype, device=device)
-    model.requires_grad_(False)
+    model, shards = _fit(Path(folder), dtype, device)
     parameters = dict(model.named_parameters())
-    shards = _read_headers(folder)
-    _check_tensors(shards, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
     for name, tensor in _stream(shards):
         parameters[name].copy_(tensor)
     return model.eval()
+
+
+def check_checkpoint(folder: Path | str) -> None:
+    """Raise what `load_model` would, from config.json and the tensors' headers alone: no weight is read."""
+    _fit(Path(folder), torch.float32, "meta")
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,19 @@ class TensorHeader:
 
     shape: tuple[int, ...]
     dtype: str
+
+
+def _fit(
+    folder: Path, dtype: torch.dtype, device: str | torch.device
+) -> tuple[Any, dict[Path, dict[str, TensorHeader]]]:
+    """The unfilled model of `folder` and the headers of its shards, which fill it exactly."""
+    values = _read_config(folder)
+    entry = entry_of(values)
+    model = entry.model_class()(entry.config_class().from_hf(values), dtype=dtype, device=device)
+    model.requires_grad_(False)
+    shards = _read_headers(folder)
+    _check_tensors(shards, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+    return model, shards
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

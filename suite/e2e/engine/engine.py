@@ -15,7 +15,7 @@ from suite.e2e.engine.requests import Request
 from suite.e2e.engine.runner import CausalModel, Runner
 from suite.e2e.engine.scheduler import Scheduler, Step
 from suite.errors import InputError, RefusedError
-from suite.kernels.allocators.paged import PageAllocator, StaticAllocator, upload
+from suite.kernels.allocators.paged import PageAllocator, StaticAllocator
 from suite.kernels.allocators.window import UnifiedAllocator
 from suite.kernels.attention.support import backend_class
 from suite.kernels.geometry import RunnerGeometry, pages_for
@@ -23,6 +23,7 @@ from suite.kernels.ids import KVKind
 from suite.kernels.pools.static import StaticPool
 from suite.kernels.pools.unified import UnifiedPool
 from suite.kernels.translator import KVIndexTranslator
+from suite.kernels.upload import upload
 from suite.records import Launcher, PoolMode
 
 INTEGRITY_EVERY_STEPS = 16
@@ -97,7 +98,7 @@ class Engine:
                 self.churn.observe([page for request in step.requests for page in request.pages])
             self._run_step(step)
             scheduler.finish(step)
-            if steps % INTEGRITY_EVERY_STEPS == 0:
+            if churn and steps % INTEGRITY_EVERY_STEPS == 0:
                 self.allocator.check()
             steps += 1
         self.churn.finish()
@@ -135,7 +136,7 @@ class Engine:
         offsets = [0]
         for length in step.query_lens:
             offsets.append(offsets[-1] + length)
-        rows = upload([[offsets[i] + at for i, picked in wanted.items() for at in picked]], self.backend.pool.device)[0]
+        rows = upload([offsets[i] + at for i, picked in wanted.items() for at in picked], self.backend.pool.device)
         logits = self.runner.forward(step, rows)
         tokens = logits.argmax(-1).tolist()
         now, row = time.perf_counter(), 0

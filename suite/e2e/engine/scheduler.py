@@ -11,10 +11,11 @@ import torch
 
 from suite.e2e.engine.requests import Request
 from suite.errors import InputError, InvariantError
-from suite.kernels.allocators.paged import PageAllocator, upload
+from suite.kernels.allocators.paged import PageAllocator
 from suite.kernels.batch import ForwardMode
 from suite.kernels.geometry import pages_for
 from suite.kernels.ids import VirtualIds
+from suite.kernels.upload import upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,14 +81,21 @@ class Scheduler:
         return self._step(ForwardMode.DECODE, self.running, [1] * len(self.running))
 
     def finish(self, step: Step) -> None:
-        """After the forward: count what is stored, free what is done, tombstone what left the window."""
+        """After the forward: count what is stored, free what is done, tombstone what left the window.
+
+        One call each for all requests: what a step costs the host must not grow with its requests.
+        """
+        free: list[int] = []
+        evict: list[int] = []
         for request, length in zip(step.requests, step.query_lens, strict=True):
             request.computed += length
             request.done |= request.score_from is not None and not request.is_prefilling
             if request.done:
-                self._release(request)
-            elif self.window is not None:
-                self._evict(request)
+                free += self._release(request)
+            else:
+                evict += self._left_window(request)
+        self.allocator.free(free)
+        self.allocator.evict_window(evict)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -113,12 +121,12 @@ class Scheduler:
         return chosen, lengths
 
     def _step(self, mode: ForwardMode, requests: list[Request], query_lens: list[int]) -> Step:
+        self._grow(requests, query_lens)
         rows: list[int] = []
         columns: list[int] = []
         slots: list[int] = []
         written: list[int] = []
         for request, length in zip(requests, query_lens, strict=True):
-            self._grow(request, request.computed + length)
             for at in range(request.computed, request.computed + length):
                 page, offset = divmod(at, self.page_size)
                 rows.append(request.row)
@@ -126,7 +134,7 @@ class Scheduler:
                 slots.append(request.pages[page] * self.page_size + offset)
             first = request.computed // self.page_size
             written += request.pages[first : pages_for(request.computed + length, self.page_size)]
-        placed = upload([rows, columns, slots], self.req_to_token.device)
+        placed = upload((rows, columns, slots), self.req_to_token.device)
         self.req_to_token[placed[0], placed[1]] = placed[2].to(torch.int32)
         return Step(
             mode=mode,
@@ -136,22 +144,29 @@ class Scheduler:
             written_pages=written,
         )
 
-    def _grow(self, request: Request, tokens: int) -> None:
-        missing = pages_for(tokens, self.page_size) - len(request.pages)
-        if missing > 0:
-            request.pages += self.allocator.alloc(missing)
-            self._reserved_pages -= missing
+    def _grow(self, requests: list[Request], query_lens: list[int]) -> None:
+        missing = [
+            pages_for(request.computed + length, self.page_size) - len(request.pages)
+            for request, length in zip(requests, query_lens, strict=True)
+        ]
+        pages = self.allocator.alloc(sum(missing))
+        self._reserved_pages -= len(pages)
+        for request, count in zip(requests, missing, strict=True):
+            request.pages += pages[:count]
+            del pages[:count]
 
-    def _evict(self, request: Request) -> None:
-        # the next query sits at `computed` and sees `window` positions, itself included
+    def _left_window(self, request: Request) -> list[int]:
+        """Pages that no later query of the request sees: the next sits at `computed` and sees `window` positions."""
+        if self.window is None:
+            return []
         out_of_window = max(0, request.computed - self.window.window + 1) // self.page_size
-        if out_of_window > request.evicted_pages:
-            self.allocator.evict_window(request.pages[request.evicted_pages : out_of_window])
-            request.evicted_pages = out_of_window
+        first, request.evicted_pages = request.evicted_pages, out_of_window
+        return request.pages[first:out_of_window]
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request) -> list[int]:
+        """Take the request out of the batch; returns its pages, which the caller frees."""
         self._reserved_pages -= pages_for(request.longest, self.page_size) - len(request.pages)
-        self.allocator.free(request.pages)
-        request.pages = []
         self._free_rows.append(request.row)
         self.running.remove(request)
+        pages, request.pages = request.pages, []
+        return pages

@@ -13,8 +13,8 @@ STATUS_STYLE = {"passed": "green", "wrong": "bold red", "refused": "yellow", "cr
 DEMO_METRICS = {
     "accuracy": "accuracy",
     "max_logit_diff": "largest logit diff",
-    "itl_ms": "ITL ms",
-    "moved_share": "moved",
+    "itl_ms": "median ITL ms",
+    "moved_share": "pages moved",
 }
 
 
@@ -23,7 +23,8 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
-    table = Table(title=title, title_justify="left", *header)  # noqa: B026 - the columns are rich's *args
+    console.print(title, markup=False)
+    table = Table(*header)
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -72,13 +73,12 @@ def print_doctor(rows: list[dict[str, Any]]) -> None:
 
 
 def print_demo(run_id: str, rows: list[Ended]) -> None:
-    header = ["model", "backend", "pool", "planted fault", "launcher", "status", *DEMO_METRICS.values(), "reason"]
+    header = ["model", "backend", "pool", "planted fault", "launcher", "status", *DEMO_METRICS.values()]
     lines = (
         [
             *(row.show["model"], row.show["backend"], row.show["pool"], ", ".join(row.plants) or "-"),
             *(row.show["launcher"], status(row.show)),
-            *(value(row.show, name) for name in DEMO_METRICS),
-            escape(row.show["reason"] or ""),
+            *(value(row.show, name, digits=4) for name in DEMO_METRICS),
         ]
         for row in rows
     )
@@ -90,13 +90,13 @@ def status(row: ShowRow) -> str:
     return f"[{style}]{row['status']}[/]" if style else row["status"]
 
 
-def value(row: ShowRow, metric: str) -> str:
+def value(row: ShowRow, metric: str, digits: int = 6) -> str:
     found = row["metrics"].get(metric)
-    return number(found["value"] if found else None)
+    return number(found["value"] if found else None, digits)
 
 
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+def number(value: float | None, digits: int = 6) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
 
 
 def escape(text: str) -> str:

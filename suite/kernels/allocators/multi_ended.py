@@ -2,8 +2,8 @@
 
 A span grows from one end of the buffer: the window sub-pool up, the full one down. Inside, pages
 are counted by *rank* from the span's own end, so that both directions share every line below:
-rank 0 is the page nearest the own end, `length` ranks are in use, and ranks are live, holes, or
-pending (a page that was moved away from while the forward in flight may still read it).
+rank 0 is the page nearest the own end, `length` ranks are in use, and each of those is live, a hole,
+or pending (a page that was moved away from while the forward in flight may still read it).
 """
 
 from collections.abc import Set
@@ -12,10 +12,13 @@ import numpy as np
 import torch
 
 from suite.errors import InvariantError
-from suite.kernels.allocators.paged import UNMAPPED, PageMap, upload
+from suite.kernels.allocators.paged import UNMAPPED, PageMap
 from suite.kernels.geometry import SpanPlan
 from suite.kernels.ids import KVKind
 from suite.kernels.pools.unified import UnifiedPool
+from suite.kernels.upload import upload
+
+UNUSED, LIVE, HOLE, PENDING = 0, 1, 2, 3
 
 
 class Span:
@@ -28,14 +31,12 @@ class Span:
         self.map = PageMap(virtual_pages, pool.device)
         self.owner = np.full(plan.num_pages, UNMAPPED, dtype=np.int64)  # physical page -> virtual page
         self.relocated = np.zeros(virtual_pages, dtype=bool)  # live virtual pages that a move has touched
-        self.length = 0
-        self.holes: set[int] = set()
-        self.pending: set[int] = set()
-        self.pages_moved = 0
+        self.state = np.zeros(plan.num_pages - plan.min_page, dtype=np.uint8)  # by rank
+        self.length = self.holes = self.pending = self.pages_moved = 0
 
     @property
     def live(self) -> int:
-        return self.length - len(self.holes) - len(self.pending)
+        return self.length - self.holes - self.pending
 
     @property
     def frontier_byte(self) -> int:
@@ -44,35 +45,39 @@ class Span:
             return (self.plan.min_page + self.length) * self.page_bytes
         return (self.plan.num_pages - self.length) * self.page_bytes
 
-    def page_of(self, rank: int) -> int:
+    def page_of(self, rank: np.ndarray) -> np.ndarray:
+        """Physical pages of ranks. The mapping is its own inverse up to the origin, see `rank_of`."""
         return self.plan.min_page + rank if self.grows_up else self.plan.num_pages - 1 - rank
 
-    def rank_of(self, page: int) -> int:
+    def rank_of(self, page: np.ndarray) -> np.ndarray:
         return page - self.plan.min_page if self.grows_up else self.plan.num_pages - 1 - page
 
     def bind(self, virtual: list[int]) -> None:
         """Bind and clear pages: holes nearest the own end first, then past the frontier. The caller knows the room."""
-        reused = sorted(self.holes)[: len(virtual)]
-        self.holes.difference_update(reused)
-        fresh = range(self.length, self.length + len(virtual) - len(reused))
+        reused = np.flatnonzero(self.state[: self.length] == HOLE)[: len(virtual)]
+        fresh = np.arange(self.length, self.length + len(virtual) - len(reused))
+        ranks = np.concatenate((reused, fresh))
+        self.state[ranks] = LIVE
+        self.holes -= len(reused)
         self.length += len(fresh)
-        pages = [self.page_of(rank) for rank in (*reused, *fresh)]
+        pages = self.page_of(ranks)
         self.map.set(virtual, pages)
         self.owner[pages] = virtual
         self.relocated[virtual] = False
-        self.pool.zero_pages(self.kind, upload([pages], self.pool.device)[0])
+        self.pool.zero_pages(self.kind, upload(pages, self.pool.device))
 
     def unbind(self, virtual: list[int]) -> None:
         """Turn pages into holes. Virtual pages that are not bound here (tombstones) are passed over."""
-        bound = [page for page in virtual if self.map.host[page] > 0]
-        if not bound:
+        bound = np.asarray(virtual)[self.map.host[virtual] > 0]
+        if not len(bound):
             return
-        pages = self.map.host[bound].tolist()
-        self.map.set(bound, [UNMAPPED] * len(bound))
+        pages = self.map.host[bound]
+        self.map.set(bound, np.full(len(bound), UNMAPPED))
         self.owner[pages] = UNMAPPED
         self.relocated[bound] = False
-        self.pool.poison_pages(self.kind, upload([pages], self.pool.device)[0])
-        self.holes.update(self.rank_of(page) for page in pages)
+        self.pool.poison_pages(self.kind, upload(pages, self.pool.device))
+        self.state[self.rank_of(pages)] = HOLE
+        self.holes += len(pages)
         self._retreat()
 
     def pack(self, *, keep: Set[int], forward_in_flight: bool, limit: int | None = None) -> int:
@@ -80,30 +85,35 @@ class Span:
 
         `keep`: virtual pages that the forward in flight writes, which stay where they are.
         """
-        movable = [
-            rank
-            for rank in range(self.length - 1, -1, -1)
-            if (owner := int(self.owner[self.page_of(rank)])) != UNMAPPED and owner not in keep
-        ]
-        moves = [(far, near) for far, near in zip(movable, sorted(self.holes), strict=False) if far > near][:limit]
-        if moves:
-            self._move([self.page_of(far) for far, _ in moves], [self.page_of(near) for _, near in moves])
-            self.holes.difference_update(near for _, near in moves)
-            (self.pending if forward_in_flight else self.holes).update(far for far, _ in moves)
+        state = self.state[: self.length]
+        near, far = np.flatnonzero(state == HOLE), np.flatnonzero(state == LIVE)[::-1]
+        if keep:
+            far = far[~np.isin(self.owner[self.page_of(far)], list(keep))]
+        count = min(len(near), len(far))
+        count = int((far[:count] > near[:count]).sum())  # holds up to some pair and for none after it
+        near, far = near[:count][:limit], far[:count][:limit]
+        if len(near):
+            self._move(self.page_of(far), self.page_of(near))
+            self.state[near] = LIVE
+            self.state[far] = PENDING if forward_in_flight else HOLE
+            if forward_in_flight:
+                self.holes -= len(far)
+                self.pending += len(far)
         self._retreat()
-        return len(moves)
+        return len(near)
 
     def forward_done(self) -> None:
         """Pages that were moved away from are free now."""
-        self.holes |= self.pending
-        self.pending.clear()
-        self._retreat()
+        if self.pending:
+            self.state[self.state == PENDING] = HOLE
+            self.holes, self.pending = self.holes + self.pending, 0
+            self._retreat()
 
-    def _move(self, sources: list[int], targets: list[int]) -> None:
-        virtual = self.owner[sources].tolist()
-        moved = upload([sources, targets], self.pool.device)
-        self.pool.move_pages(self.kind, moved[0], moved[1])
-        self.pool.poison_pages(self.kind, moved[0])
+    def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        virtual = self.owner[sources]
+        source, target = upload(np.stack((sources, targets)), self.pool.device)
+        self.pool.move_pages(self.kind, source, target)
+        self.pool.poison_pages(self.kind, source)
         self.map.set(virtual, targets)
         self.owner[sources] = UNMAPPED
         self.owner[targets] = virtual
@@ -111,24 +121,31 @@ class Span:
         self.pages_moved += len(sources)
 
     def _retreat(self) -> None:
-        while self.length and (self.length - 1) in self.holes:
-            self.length -= 1
-            self.holes.discard(self.length)
+        """Give the holes at the frontier back to the gap."""
+        kept = np.flatnonzero(self.state[: self.length] != HOLE)
+        length = int(kept[-1]) + 1 if len(kept) else 0
+        self.state[length : self.length] = UNUSED
+        self.holes -= self.length - length
+        self.length = length
 
     def check(self) -> None:
         """Raise InvariantError with the equation that broke."""
         bound = np.flatnonzero(self.map.host[:-1] > 0)
-        live, holes, pending = len(bound), len(self.holes), len(self.pending)
-        if live + holes + pending != self.length:
-            raise InvariantError(f"{self.kind}: live {live} + holes {holes} + pending {pending} != span {self.length}")
+        live = len(bound)
+        if live + self.holes + self.pending != self.length:
+            raise InvariantError(
+                f"{self.kind}: live {live} + holes {self.holes} + pending {self.pending} != span {self.length}"
+            )
+        counts = {name: int((self.state == value).sum()) for name, value in (("holes", HOLE), ("pending", PENDING))}
+        if counts != {"holes": self.holes, "pending": self.pending} or self.state[self.length :].any():
+            raise InvariantError(f"{self.kind}: counted {counts}, kept holes {self.holes}, pending {self.pending}")
         back = self.owner[self.map.host[bound]]
         if not np.array_equal(back, bound):
             at = int(np.flatnonzero(back != bound)[0])
             raise InvariantError(f"{self.kind}: v2p[{bound[at]}] = {self.map.host[bound[at]]}, p2v of it = {back[at]}")
         if owned := int((self.owner != UNMAPPED).sum()) - live:
             raise InvariantError(f"{self.kind}: {owned} physical pages are owned by no bound virtual page")
-        ranks = {self.rank_of(int(page)) for page in self.map.host[bound]}
-        if outside := [rank for rank in (ranks | self.holes | self.pending) if not 0 <= rank < self.length]:
-            raise InvariantError(f"{self.kind}: ranks {sorted(outside)} lie outside the span of {self.length}")
+        if not (self.state[self.rank_of(self.map.host[bound])] == LIVE).all():
+            raise InvariantError(f"{self.kind}: a bound page is not live")
         if not torch.equal(self.map.device.cpu(), torch.from_numpy(self.map.host)):
             raise InvariantError(f"{self.kind}: the page map on the device differs from the host's")

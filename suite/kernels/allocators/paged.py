@@ -5,12 +5,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from suite.errors import InputError, InvariantError, OutOfPagesError
 from suite.kernels.ids import KVKind
 from suite.kernels.pools import KVPool
 from suite.kernels.pools.static import StaticPool
+from suite.kernels.upload import upload
 
 UNMAPPED = -1
 
@@ -26,16 +28,11 @@ class PageMap:
         self.host[0] = 0
         self.device = torch.from_numpy(self.host.copy()).to(device)
 
-    def set(self, virtual: Sequence[int], physical: Sequence[int]) -> None:
-        self.host[virtual] = physical
-        update = upload([virtual, physical], self.device.device)
-        self.device.index_copy_(0, update[0], update[1])
-
-
-def upload(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Host integers -> one int64 tensor on `device`, without waiting for it."""
-    host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    def set(self, virtual: npt.ArrayLike, physical: npt.ArrayLike) -> None:
+        pairs = np.stack((np.asarray(virtual), np.asarray(physical)))
+        self.host[pairs[0]] = pairs[1]
+        where, what = upload(pairs, self.device.device)
+        self.device.index_copy_(0, where, what)
 
 
 class FreePages:
@@ -164,15 +161,15 @@ class StaticAllocator(PageAllocator):
 
     def _bind(self, virtual: list[int]) -> None:
         device = self.pool.device
-        self.pool.zero_pages(KVKind.FULL, upload([virtual], device)[0])
+        self.pool.zero_pages(KVKind.FULL, upload(virtual, device))
         if self._window_map is not None:
             physical = self._free_window.take(len(virtual))
             self._window_map.set(virtual, physical)
-            self.pool.zero_pages(KVKind.WINDOW, upload([physical], device)[0])
+            self.pool.zero_pages(KVKind.WINDOW, upload(physical, device))
 
     def _unbind(self, virtual: list[int]) -> None:
         self._unbind_window(virtual)
-        self.pool.poison_pages(KVKind.FULL, upload([virtual], self.pool.device)[0])
+        self.pool.poison_pages(KVKind.FULL, upload(virtual, self.pool.device))
 
     def _unbind_window(self, virtual: list[int]) -> None:
         if self._window_map is None:
@@ -181,7 +178,7 @@ class StaticAllocator(PageAllocator):
         if bound:
             physical = self._window_map.host[bound].tolist()
             self._window_map.set(bound, [UNMAPPED] * len(bound))
-            self.pool.poison_pages(KVKind.WINDOW, upload([physical], self.pool.device)[0])
+            self.pool.poison_pages(KVKind.WINDOW, upload(physical, self.pool.device))
             self._free_window.put(physical)
 
     def check(self) -> None:

@@ -56,12 +56,12 @@ class UnifiedAllocator(PageAllocator):
 
     def available_pages(self) -> int:
         """Pages that can be bound once every hole is packed away; pending pages count, as packing waits for them."""
-        drained = sum((len(span.holes) + len(span.pending)) * span.page_bytes for span in self.spans)
+        drained = sum((span.holes + span.pending) * span.page_bytes for span in self.spans)
         packed = self._joint([0] * len(self.spans), self.gap_bytes() + drained)
         return min(packed, len(self.free_virtual))
 
     def _bindable(self) -> int:
-        return self._joint([len(span.holes) for span in self.spans], self.gap_bytes())
+        return self._joint([span.holes for span in self.spans], self.gap_bytes())
 
     def _joint(self, holes: list[int], gap: int) -> int:
         """Pages bindable in every span: from holes in both, then a hole beside fresh bytes, then fresh bytes alone."""

@@ -15,6 +15,7 @@ from suite.kernels.attention.base import CsrMetadata, CsrStream
 from suite.kernels.batch import ForwardBatch, ForwardMode
 from suite.kernels.ids import KernelIds, KVKind
 from suite.kernels.translator import KVIndexTranslator
+from suite.kernels.upload import upload
 
 
 def window_start(seq_len: int, query_len: int, window: int) -> int:
@@ -26,11 +27,10 @@ def plan_csr(batch: ForwardBatch, translator: KVIndexTranslator) -> CsrMetadata:
     """Metadata of one eager forward, in fresh tensors."""
     host = _host_integers(batch, translator)
     device = translator.req_to_token.device
-    pinned = torch.tensor(host, dtype=torch.int32, pin_memory=device.type == "cuda")
     return _metadata(
         batch,
         translator,
-        integers=pinned.to(device, non_blocking=True),
+        integers=upload(host, device, torch.int32),
         indices={
             kind: torch.empty(_total(batch, translator, kind), dtype=torch.int32, device=device)
             for kind in _kinds(translator)
@@ -62,9 +62,8 @@ class CsrCapture:
         """Metadata of `batch` in the stable buffers; the same addresses for every batch of the same size."""
         require_capturable(batch, self.max_batch)
         host = _host_integers(batch, self.translator)
-        pinned = torch.tensor(host, dtype=torch.int32, pin_memory=self.integers.is_cuda)
         integers = self.integers[: len(host)]
-        integers.copy_(pinned, non_blocking=True)
+        integers.copy_(upload(host, integers.device, torch.int32))
         return _metadata(
             batch,
             self.translator,

@@ -73,6 +73,8 @@ def extend_attention(
 def tile_rows(rows: int, head_dim: int) -> int:
     """Rows of a tile: all of a short request's, else what was fastest on an H200 at 2,048 tokens."""
     largest = 128 if head_dim > 128 else 64
+    if INTERPRETED:
+        largest = 512  # the interpreter pays per program, hardly per row
     return max(MIN_TILE, min(largest, triton.next_power_of_2(rows)))
 
 
