@@ -151,11 +151,13 @@ def load(matrix: Path, plant: str | None) -> "Plan":
 
 
 def execute(plan: "Plan", db: str) -> "RunSummary":
-    """Run `plan`, telling its progress. The plan is sound by now; the database is opened before any child starts."""
+    """Run `plan`, telling its progress. Checkpoints and database are checked before any row is planned."""
     from db.session import open_db
+    from suite.e2e.matrix.preflight import check_models
     from suite.e2e.matrix.run import run_plan
     from suite.e2e.report.progress import ConsoleProgress
 
+    check_models(plan)
     return run_plan(plan, open_db(db), progress=ConsoleProgress(len(plan.jobs())))
 
 

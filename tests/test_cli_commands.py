@@ -10,7 +10,7 @@ import pytest
 
 from db.queries import Ended
 from suite import cli
-from suite.e2e.matrix import executors
+from suite.e2e.matrix import executors, preflight
 from suite.e2e.report.demo import demo_verdict
 from tests.matrix_fakes import child
 
@@ -61,6 +61,7 @@ def kvproof(tmp_path, monkeypatch, capsys):
     def run(*arguments, caught=True, crash="", refuse=""):
         body = CHILD.format(caught=caught, crash=crash, refuse=refuse)
         monkeypatch.setattr(executors, "CHILD_COMMAND", child(tmp_path, body))
+        monkeypatch.setattr(preflight, "check_models", lambda plan: None)  # the fake children load no checkpoint
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit_:
             cli.main(list(arguments))
