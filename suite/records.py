@@ -18,8 +18,8 @@ Status = Literal["passed", "wrong", "refused", "crashed", "timed_out", "skipped"
 STATUSES: tuple[Status, ...] = ("passed", "wrong", "refused", "crashed", "timed_out", "skipped")
 Launcher = Literal["native", "interpreter", "reference"]
 LAUNCHERS: tuple[Launcher, ...] = ("native", "interpreter", "reference")
-PoolMode = Literal["static", "unified"]
-POOL_MODES: tuple[PoolMode, ...] = ("static", "unified")
+PoolMode = Literal["static", "unified", "unified_token_major"]
+POOL_MODES: tuple[PoolMode, ...] = ("static", "unified", "unified_token_major")
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

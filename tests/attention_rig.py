@@ -13,10 +13,10 @@ from suite.kernels.allocators.paged import StaticAllocator
 from suite.kernels.allocators.window import UnifiedAllocator
 from suite.kernels.attention.support import backend_class
 from suite.kernels.batch import ForwardBatch, ForwardMode
-from suite.kernels.geometry import AttentionLayer, RunnerGeometry
+from suite.kernels.geometry import AttentionLayer, RunnerGeometry, bytes_for_pages
 from suite.kernels.ids import KVKind, VirtualIds
 from suite.kernels.pools.static import StaticPool
-from suite.kernels.pools.unified import UnifiedPool
+from suite.kernels.pools.unified import TokenMajorPool, UnifiedPool
 from suite.kernels.translator import KVIndexTranslator
 
 Work = dict[int, int]  # request row -> new tokens
@@ -99,8 +99,9 @@ class Rig:
             self.pool = StaticPool(geometry, pages, self.device, poison=self.poison)
             self.allocator = StaticAllocator(self.pool)
         else:
-            size = count * sum(pool.page_bytes for pool in geometry.pools) + 8192
-            self.pool = UnifiedPool(geometry, size, self.context, self.device, poison=self.poison)
+            size = bytes_for_pages(geometry, self.mode, count)
+            pool_class = TokenMajorPool if self.mode == "unified_token_major" else UnifiedPool
+            self.pool = pool_class(geometry, size, self.context, self.device, poison=self.poison)
             self.allocator = UnifiedAllocator(self.pool)
         table = torch.zeros(self.requests + 1, self.context, dtype=torch.int32, device=self.device)
         self.translator = KVIndexTranslator(pool=self.pool, allocator=self.allocator, req_to_token=table)
@@ -216,4 +217,4 @@ class Rig:
 
     def move(self) -> int:
         """Pack the unified pool; 0 on a static one, where nothing ever moves."""
-        return self.allocator.compact(urgent=True) if self.mode == "unified" else 0
+        return self.allocator.compact(urgent=True) if self.mode != "static" else 0

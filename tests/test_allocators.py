@@ -30,12 +30,12 @@ class AllocatorMachine(RuleBasedStateMachine):
     """live: virtual page -> does it still have its window rows. The books of a careful clerk."""
 
     @initialize(
-        mode=st.sampled_from(["static", "unified"]),
+        mode=st.sampled_from(["static", "unified", "unified_token_major"]),
         shape=st.sampled_from([(4, 2, 3), (4, 3, 1), (1, 2, 2), (4, 2, 0)]),
     )
     def setup(self, mode, shape):
         self.allocator = allocator_of(mode, geometry(*shape))
-        self.unified = mode == "unified"
+        self.unified = mode != "static"
         self.live: dict[int, bool] = {}
         self.forward = False
         self.written: set[int] = set()

@@ -9,7 +9,7 @@ from tests.attention_rig import Rig
 
 CPU = [("reference", "reference"), ("triton", "reference"), ("triton", "interpreter"), ("fa3", "reference")]
 BACKENDS = pytest.mark.parametrize(("backend", "launcher"), CPU, ids=["-".join(pair) for pair in CPU])
-MODES = pytest.mark.parametrize("mode", ["static", "unified"])
+MODES = pytest.mark.parametrize("mode", ["static", "unified", "unified_token_major"])
 W = 20
 
 
@@ -29,7 +29,7 @@ def test_serves_ragged_requests_through_moves(backend, launcher, mode, page_size
     work = {decoy: 30} | dict(enumerate(lengths, 1))
     rig.step(work, mode=ForwardMode.EXTEND).assert_earned()
     rig.release(decoy)  # its pages become holes below everybody else's
-    assert (rig.move() > 0) is (mode == "unified")
+    assert (rig.move() > 0) is (mode != "static")
     del work[decoy]
     rig.step(dict.fromkeys(work, 1)).assert_earned()
     rig.step(dict.fromkeys(reversed(work), 1)).assert_earned()
@@ -46,7 +46,7 @@ def test_chunked_prefill_equals_the_whole(backend, launcher, mode):
     rig.step({3: 33, 1: 1, 4: 2}).assert_earned()
 
 
-@pytest.mark.parametrize("mode", ["static", "unified"])
+@pytest.mark.parametrize("mode", ["static", "unified", "unified_token_major"])
 @pytest.mark.parametrize(
     "shape",
     [

@@ -13,7 +13,7 @@ from tests.attention_rig import Rig
 
 PAIRS = [("reference", "reference"), ("triton", "interpreter"), ("fa3", "reference")]
 BACKENDS = pytest.mark.parametrize(("backend", "launcher"), PAIRS, ids=["reference", "triton", "fa3"])
-MODES = pytest.mark.parametrize("mode", ["static", "unified"])
+MODES = pytest.mark.parametrize("mode", ["static", "unified", "unified_token_major"])
 
 
 def tensors(metadata: Metadata) -> dict[str, torch.Tensor]:
@@ -137,13 +137,13 @@ def test_streams_hold_exactly_what_a_request_may_see():
 
 
 def test_fa3_takes_the_translators_table_as_it_is():
-    for mode in ("static", "unified"):
+    for mode in ("static", "unified", "unified_token_major"):
         rig = Rig(mode, "fa3")
         rig.step({1: 13, 2: 21})
         batch = rig.batch({2: 1, 1: 1})
         metadata, table = rig.attention.plan(batch), rig.translator.index_table_for_batch(batch)
         assert metadata.window_page_table is table.window.ids
-        assert (metadata.page_table is table.full.ids) is (mode == "unified")
+        assert (metadata.page_table is table.full.ids) is (mode != "static")
         assert metadata.page_table.shape == (2, 6)
         assert metadata.page_table.dtype == torch.int32
 

@@ -50,8 +50,9 @@ def test_outputs_are_whole_and_varied(static):
 
 
 @pytest.mark.parametrize("change", [{}, {"graph": False}, {"poison": True}, {"seed": 11}])
-def test_unified_is_bit_identical_with_most_pages_moved(static, change):
-    tokens, logits, engine = served("unified", **change)
+@pytest.mark.parametrize("pool", ["unified", "unified_token_major"])
+def test_unified_is_bit_identical_with_most_pages_moved(static, pool, change):
+    tokens, logits, engine = served(pool, **change)
     assert torch.equal(logits, static[1])
     assert tokens == static[0]
     assert engine.churn.moved_share >= 0.5
@@ -63,13 +64,13 @@ def test_unified_is_bit_identical_with_most_pages_moved(static, change):
     "change",
     [{"max_batch": 1}, {"chunk_tokens": 100}, {"chunk_tokens": 1}, {"page_size": 1}, {"page_size": 16}],
 )
-@pytest.mark.parametrize("pool", ["static", "unified"])
+@pytest.mark.parametrize("pool", ["static", "unified", "unified_token_major"])
 def test_greedy_tokens_do_not_depend_on_the_schedule(static, pool, change):
     assert served(pool, **change)[0] == static[0]
 
 
 def test_fa3_metadata_gives_the_same_answers(static):
-    for pool in ("static", "unified"):
+    for pool in ("static", "unified", "unified_token_major"):
         tokens, logits, _ = served(pool, backend="fa3")
         assert tokens == static[0]
         assert torch.equal(logits, static[1])
@@ -127,8 +128,8 @@ def test_window_pages_leave_and_full_pages_stay():
     engine.run([Request(prompt=list(range(40)), max_new_tokens=20)])
     longest, in_use = seen[-1]
     full, window = engine.allocator.pool.geometry.pools
-    assert in_use[KVKind.FULL] == -(-longest // 4) * full.page_bytes
-    assert in_use[KVKind.WINDOW] <= (tiny.WINDOW // 4 + 1) * window.page_bytes
+    assert in_use[KVKind.FULL] == -(-longest // 4) * full.page_bytes("unified")
+    assert in_use[KVKind.WINDOW] <= (tiny.WINDOW // 4 + 1) * window.page_bytes("unified")
 
 
 def test_nan_in_a_read_row_stops_the_run():

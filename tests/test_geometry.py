@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from suite.errors import InputError, PageMapRangeError, PoolTooSmallError, UnequalRowsError
-from suite.kernels.geometry import KVGeometry, RunnerGeometry, plan_buffer, request_bytes
-from suite.kernels.ids import KVKind
-from suite.kernels.pools.unified import UnifiedPool
+from suite.kernels.geometry import KVGeometry, RunnerGeometry, bytes_for_pages, plan_buffer
+from suite.kernels.ids import KernelIds, KVKind
+from suite.kernels.pools.unified import TokenMajorPool, UnifiedPool
 from tests import tiny
 
 
@@ -20,8 +20,9 @@ def test_gpt_oss_20b_bytes():
         kind=KVKind.FULL, layers=tuple(range(12)), kv_heads=8, head_dim=64, dtype=torch.bfloat16, page_size=16
     )
     assert pool.k_row_bytes == 1024
-    assert pool.entry_bytes == 24_576
-    assert pool.page_bytes == 393_216
+    for mode in ("static", "unified", "unified_token_major"):
+        assert pool.entry_bytes(mode) == 24_576
+        assert pool.page_bytes(mode) == 393_216
     assert pool.blocks_per_page == 24
 
 
@@ -44,7 +45,7 @@ def test_views_obey_the_byte_law(page_size, full, window, dtype, data):
     start = pool._storage.data_ptr()
     for side, block in ((pool.k_view, 2 * n), (pool.v_view, 2 * n + 1)):
         got = side(part.layers[n])[row].data_ptr() - start
-        assert got == page * part.page_bytes + (block * page_size + offset) * part.k_row_bytes
+        assert got == page * part.page_bytes("unified") + (block * page_size + offset) * part.k_row_bytes
         assert got + part.k_row_bytes <= pool.buffer_bytes
         assert side(part.layers[n]).is_contiguous()
 
@@ -71,7 +72,77 @@ def test_views_never_move_and_span_the_buffer():
     pool.move_pages(KVKind.FULL, torch.tensor([3, 4]), torch.tensor([7, 9]))
     assert before == [pool.k_view(layer).data_ptr() for part in shape.pools for layer in part.layers]
     for part in shape.pools:
-        assert pool.num_pages(part.kind) == pool.buffer_bytes // part.page_bytes
+        assert pool.num_pages(part.kind) == pool.buffer_bytes // part.page_bytes("unified")
+
+
+@given(
+    page_size=st.sampled_from([1, 4, 16]),
+    full=st.integers(1, 3),
+    window=st.integers(0, 3),
+    widths=st.sampled_from([(8, None), (8, 16), (16, 4)]),
+    data=st.data(),
+)
+def test_token_major_rows_obey_the_byte_law(page_size, full, window, widths, data):
+    """Row t of a layer lies at t * entry + n * (k + v), its V right behind; a page's K by explicit strides."""
+    shape = with_rows(layers=tuple(range(full)), page_size=page_size, head_dim=widths[0], v_head_dim=widths[1])
+    if window and widths[1] is None:
+        shape = tiny.geometry(page_size, full, window)
+    pool = TokenMajorPool(shape, 64 * 1024, 8, "cpu")
+    part = data.draw(st.sampled_from(shape.pools))
+    n = data.draw(st.integers(0, len(part.layers) - 1))
+    row = data.draw(st.integers(0, pool.num_pages(part.kind) * page_size - 1))
+    exact = len(part.layers) * (part.k_row_bytes + part.v_row_bytes)
+    entry = -(-exact // 32) * 32
+    assert pool.page_bytes(part.kind) == page_size * entry
+    for side, inside in ((pool.k_view, 0), (pool.v_view, part.k_row_bytes)):
+        view = side(part.layers[n])
+        at = row * entry + n * (part.k_row_bytes + part.v_row_bytes) + inside
+        assert view[row].data_ptr() - pool._storage.data_ptr() == at
+        paged = pool.paged(view)
+        assert paged.shape[:2] == (pool.num_pages(part.kind), page_size)
+        assert paged.stride(0) == page_size * view.stride(0)
+        assert paged[row // page_size, row % page_size].data_ptr() == view[row].data_ptr()
+
+
+@pytest.mark.parametrize("mode", ["static", "unified", "unified_token_major"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_latent_rows_hold_their_value(mode, layers):
+    """One row per layer; the value is its head, not a copy. One layer is a pool like any other."""
+    latent = KVGeometry(
+        kind=KVKind.FULL,
+        layers=tuple(range(layers)),
+        kv_heads=1,
+        head_dim=24,
+        v_head_dim=16,
+        is_latent=True,
+        dtype=torch.float32,
+        page_size=4,
+    )
+    assert latent.entry_bytes("unified") == layers * 96
+    assert latent.blocks_per_page == layers
+    allocator = tiny.allocator(mode, RunnerGeometry(full=latent), pages=30)
+    pool = allocator.pool
+    pages = allocator.alloc(3)
+    assert pool.page_multiplier(KVKind.FULL) == (layers if mode == "unified" else 1)
+    page_map = allocator.page_map(KVKind.FULL)
+    at = pages[1] if page_map is None else int(page_map[pages[1]])
+    row = at * pool.page_multiplier(KVKind.FULL) * 4 + 2
+    for layer in range(layers):
+        new = torch.randn(1, 1, 24)
+        pool.write(layer, KernelIds(torch.tensor([row]), KVKind.FULL), new, None)
+        assert torch.equal(pool.latent_view(layer)[row], new[0, 0])
+        assert torch.equal(pool.v_view(layer)[row], new[0, :, :16])
+        with pytest.raises(TypeError, match=f"write to layer {layer}: has no V rows"):
+            pool.write(layer, KernelIds(torch.tensor([row]), KVKind.FULL), new, new)
+
+
+def test_only_latent_layers_have_a_latent_view():
+    pool = tiny.allocator("unified", tiny.geometry()).pool
+    with pytest.raises(TypeError, match="layer 0 has K and V rows"):
+        pool.latent_view(0)
+    rows = torch.zeros(1, 1, 8)
+    with pytest.raises(TypeError, match="write to layer 0: needs V rows"):
+        pool.write(0, KernelIds(torch.tensor([4]), KVKind.FULL), rows, None)
 
 
 def with_rows(v_head_dim: int | None = None, **changes) -> RunnerGeometry:
@@ -81,14 +152,14 @@ def with_rows(v_head_dim: int | None = None, **changes) -> RunnerGeometry:
 
 def test_guards_name_the_field():
     with pytest.raises(UnequalRowsError, match=r"full.v_row_bytes: got 64, expected 32"):
-        plan_buffer(with_rows(v_head_dim=16), 1 << 20, 8)
+        plan_buffer(with_rows(v_head_dim=16), "unified", 1 << 20, 8)
     huge = with_rows(head_dim=8, layers=tuple(range(64)), page_size=16)
     with pytest.raises(PageMapRangeError, match=r"full\.kernel_ids: got"):
-        plan_buffer(huge, huge.full.k_row_bytes * (2**31 + 4096), 8)
-    need = request_bytes(tiny.geometry(), 64)
-    with pytest.raises(PoolTooSmallError, match=r"buffer_bytes: got 4096, expected at least \d+ for the sink and one"):
-        plan_buffer(tiny.geometry(), 4096, 64)
-    plan_buffer(tiny.geometry(), need + 8192, 64)
+        plan_buffer(huge, "unified", huge.full.k_row_bytes * (2**31 + 4096), 8)
+    need = bytes_for_pages(tiny.geometry(), "unified", 16, 64)
+    with pytest.raises(PoolTooSmallError, match=r"buffer_bytes: got \d+, expected at least \d+ for the sink and one"):
+        plan_buffer(tiny.geometry(), "unified", need - 4096, 64)
+    plan_buffer(tiny.geometry(), "unified", need, 64)
 
 
 @pytest.mark.parametrize(

@@ -183,8 +183,9 @@ def test_a_run_into_postgresql(tmp_path):
 DRIVER = """
 import sys
 sys.path.insert(0, {root!r})
-from suite.e2e.matrix import executors
+from suite.e2e.matrix import executors, preflight
 executors.CHILD_COMMAND = {command!r}
+preflight.check_models = lambda plan: None  # the fake children load no checkpoint
 from suite.cli import main
 main(sys.argv[1:])
 """

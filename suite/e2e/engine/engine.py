@@ -18,10 +18,10 @@ from suite.errors import InputError, RefusedError
 from suite.kernels.allocators.paged import PageAllocator, StaticAllocator
 from suite.kernels.allocators.window import UnifiedAllocator
 from suite.kernels.attention.support import backend_class
-from suite.kernels.geometry import RunnerGeometry, pages_for
+from suite.kernels.geometry import RunnerGeometry, bytes_for_pages, pages_for
 from suite.kernels.ids import KVKind
 from suite.kernels.pools.static import StaticPool
-from suite.kernels.pools.unified import UnifiedPool
+from suite.kernels.pools.unified import TokenMajorPool, UnifiedPool
 from suite.kernels.translator import KVIndexTranslator
 from suite.kernels.upload import upload
 from suite.records import Launcher, PoolMode
@@ -172,8 +172,6 @@ def build_allocator(geometry: RunnerGeometry, config: EngineConfig, pages: int) 
     if config.pool == "static":
         counts: dict[KVKind, int] = {pool.kind: pages + 1 for pool in geometry.pools}
         return StaticAllocator(StaticPool(geometry, counts, device, poison=config.poison))
-    # one page of slack per sub-pool: frontiers of different page sizes need not meet; then up to a whole 4,096
-    envelope = sum(pool.page_bytes for pool in geometry.pools)
-    need = (pages + 1) * envelope + max(pool.page_bytes for pool in geometry.pools) + 4096
-    pool = UnifiedPool(geometry, need, config.max_context, device, poison=config.poison)
-    return UnifiedAllocator(pool)
+    pool_class = TokenMajorPool if config.pool == "unified_token_major" else UnifiedPool
+    need = bytes_for_pages(geometry, config.pool, pages)
+    return UnifiedAllocator(pool_class(geometry, need, config.max_context, device, poison=config.poison))

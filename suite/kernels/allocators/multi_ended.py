@@ -27,7 +27,7 @@ class Span:
     def __init__(self, pool: UnifiedPool, plan: SpanPlan, *, grows_up: bool, virtual_pages: int) -> None:
         self.pool, self.plan, self.grows_up = pool, plan, grows_up
         self.kind: KVKind = plan.geometry.kind
-        self.page_bytes = plan.geometry.page_bytes
+        self.page_bytes = plan.page_bytes
         self.map = PageMap(virtual_pages, pool.device)
         self.owner = np.full(plan.num_pages, UNMAPPED, dtype=np.int64)  # physical page -> virtual page
         self.relocated = np.zeros(virtual_pages, dtype=bool)  # live virtual pages that a move has touched

@@ -121,7 +121,9 @@ class PageAllocator(abc.ABC):
             self.mutations += 1
 
     def bytes_in_use(self) -> dict[KVKind, int]:
-        return {pool.kind: self.live_pages(pool.kind) * pool.page_bytes for pool in self.pool.geometry.pools}
+        return {
+            pool.kind: self.live_pages(pool.kind) * self.pool.page_bytes(pool.kind) for pool in self.pool.geometry.pools
+        }
 
     def _require_live(self, virtual: Sequence[int]) -> list[int]:
         pages = list(virtual)

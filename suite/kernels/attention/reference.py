@@ -18,6 +18,7 @@ from suite.kernels.attention.base import (
     PageTableMetadata,
 )
 from suite.kernels.attention.csr import CsrCapture, plan_csr, window_start
+from suite.kernels.attention.support import table_refusal
 from suite.kernels.batch import ForwardBatch
 from suite.kernels.geometry import AttentionLayer, RunnerGeometry
 from suite.kernels.ids import KVKind
@@ -41,6 +42,8 @@ class ReferenceBackend(AttentionBackend):
     def refusal(
         cls, geometry: RunnerGeometry, pool: PoolMode, device: str, launcher: Launcher, sinks: bool
     ) -> str | None:
+        if reason := table_refusal(cls.name, geometry, pool, device, launcher, sinks):
+            return reason
         return cls.launcher_refusal(device, launcher)
 
     def plan(self, batch: ForwardBatch) -> CsrMetadata:
@@ -65,12 +68,12 @@ def execute(metadata: Metadata, layer: AttentionLayer, q: torch.Tensor, pool: KV
     """Attend q [tokens, q_heads, head_dim] over the rows that `metadata` names, K/V already written.
 
     Causal: a request's query at position i sees the keys at positions i - window + 1 (0 without a window)
-    to i. Returns q's shape and dtype. Raises InvariantError for metadata that does not reach a key that a
-    query must see.
+    to i. Returns [tokens, q_heads, out_dim] in q's dtype. Raises InvariantError for metadata that does not reach
+    a key that a query must see.
     """
     seq_lens, offsets = metadata.seq_lens.tolist(), metadata.cu_query_lens.tolist()
     k_view, v_view = pool.k_view(layer.index), pool.v_view(layer.index)
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape[0], layer.q_heads, layer.out_dim)
     for request, seq_len in enumerate(seq_lens):
         mine = slice(offsets[request], offsets[request + 1])
         query_len = mine.stop - mine.start

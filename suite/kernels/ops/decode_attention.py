@@ -31,19 +31,20 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attend q [batch, q_heads, head_dim] over rows `indices[indptr[r] : indptr[r + 1]]` of the views.
 
-    k_view, v_view: [rows, kv_heads, head_dim], contiguous. indptr: [batch + 1], indices: int32.
-    sinks: [q_heads] fp32 or None. An empty stream gives 0. Returns q's shape and dtype.
+    k_view, v_view: [rows, kv_heads, head_dim or v_head_dim], may stride over rows. indptr: [batch + 1], indices:
+    int32. sinks: [q_heads] fp32 or None. An empty stream gives 0. Returns [batch, q_heads, v_head_dim] in q's dtype.
     """
     batch, q_heads, head_dim = q.shape
-    kv_heads = k_view.shape[1]
+    kv_heads, v_head_dim = v_view.shape[1:]
     q = q if q.stride(2) == 1 else q.contiguous()
     # the interpreter truncates fp32 to bf16, torch rounds
-    out = torch.empty(q.shape, dtype=torch.float32 if INTERPRETED else q.dtype, device=q.device)
+    dtype = torch.float32 if INTERPRETED else q.dtype
+    out = torch.empty(batch, q_heads, v_head_dim, dtype=dtype, device=q.device)
     partial, lse = out, out
     if splits > 1:
-        partial = torch.empty(batch, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
+        partial = torch.empty(batch, q_heads, splits, v_head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=q.device)
-    block_d = triton.next_power_of_2(head_dim)
+    block_d, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
     groups = q_heads // kv_heads
     block_n, warps, stages = TUNED[max(64, block_d)]
     _split_kernel[(kv_heads, batch, splits)](
@@ -51,7 +52,9 @@ def decode_attention(
         q.stride(0),
         q.stride(1),
         k_view,
+        k_view.stride(0),
         v_view,
+        v_view.stride(0),
         indptr,
         indices,
         sinks,
@@ -62,10 +65,12 @@ def decode_attention(
         KV_HEADS=kv_heads,
         GROUPS=groups,
         HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
         SPLITS=splits,
         BLOCK_M=max(MIN_TILE, triton.next_power_of_2(groups)),
         BLOCK_N=128 if INTERPRETED else block_n,
         BLOCK_D=block_d,
+        BLOCK_V=block_v,
         UPCAST=INTERPRETED,
         num_warps=warps,
         num_stages=stages,
@@ -76,10 +81,10 @@ def decode_attention(
             lse,
             sinks,
             out,
-            HEAD_DIM=head_dim,
+            HEAD_DIM=v_head_dim,
             SPLITS=splits,
             BLOCK_S=triton.next_power_of_2(splits),
-            BLOCK_D=block_d,
+            BLOCK_D=block_v,
             num_warps=2,
         )
     return out.to(q.dtype)
@@ -109,7 +114,9 @@ def _split_kernel(
     q_token_stride,
     q_head_stride,
     k_view,
+    k_row_stride,
     v_view,
+    v_row_stride,
     indptr,
     indices,
     sinks,
@@ -120,10 +127,12 @@ def _split_kernel(
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -138,6 +147,8 @@ def _split_kernel(
     group = tl.arange(0, BLOCK_M)
     head = kv_head * GROUPS + group
     dim = tl.arange(0, BLOCK_D)
+    v_dim = tl.arange(0, BLOCK_V)
+    written = (group < GROUPS)[:, None] & (v_dim < V_HEAD_DIM)[None, :]
     real = (group < GROUPS)[:, None] & (dim < HEAD_DIM)[None, :]
     query = tl.load(q + request * q_token_stride + head[:, None] * q_head_stride + dim[None, :], mask=real, other=0.0)
     if UPCAST:
@@ -145,23 +156,24 @@ def _split_kernel(
 
     top = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for block in range(first, last, BLOCK_N):
         at = block + tl.arange(0, BLOCK_N)
         inside = at < last
         row = tl.load(indices + begin + at, mask=inside, other=0).to(tl.int64)
-        # int64: row * width passes 2^31 in a large pool. Masked to 0: what is not ours may be NaN, and 0 * NaN is NaN
-        offset = (row * KV_HEADS + kv_head) * HEAD_DIM
+        # int64: row * stride passes 2^31 in a large pool. Masked to 0: what is not ours may be NaN, and 0 * NaN is NaN
+        k_at = row * k_row_stride + kv_head * HEAD_DIM
         keys = tl.load(
-            k_view + offset[None, :] + dim[:, None], mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0
+            k_view + k_at[None, :] + dim[:, None], mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0
         )
         if UPCAST:
             keys = keys.to(tl.float32)
         scores = tl.dot(query, keys, input_precision="ieee") * (scale * LOG2_E)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         weights, decay, top, total = online_softmax(scores, top, total)
+        v_at = row * v_row_stride + kv_head * V_HEAD_DIM
         values = tl.load(
-            v_view + offset[:, None] + dim[None, :], mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
+            v_view + v_at[:, None] + v_dim[None, :], mask=inside[:, None] & (v_dim < V_HEAD_DIM)[None, :], other=0.0
         )
         if UPCAST:
             values = values.to(tl.float32)
@@ -173,12 +185,12 @@ def _split_kernel(
         if sinks is not None:
             sink = tl.load(sinks + head, mask=group < GROUPS, other=0.0).to(tl.float32) * LOG2_E
         result = join_sink(acc, top, total, sink)
-        at_out = (request * q_heads + head)[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=real)
+        at_out = (request * q_heads + head)[:, None] * V_HEAD_DIM + v_dim[None, :]
+        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=written)
     else:
         at_lse = (request * q_heads + head) * SPLITS + split
         if first < last:
-            tl.store(partial + at_lse[:, None] * HEAD_DIM + dim[None, :], acc / total[:, None], mask=real)
+            tl.store(partial + at_lse[:, None] * V_HEAD_DIM + v_dim[None, :], acc / total[:, None], mask=written)
             tl.store(lse + at_lse, top + tl.log2(total), mask=group < GROUPS)
         else:
             tl.store(lse + at_lse, tl.full([BLOCK_M], NOTHING, tl.float32), mask=group < GROUPS)

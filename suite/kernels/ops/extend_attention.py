@@ -31,13 +31,15 @@ def extend_attention(
 
     `indices[indptr[r] + i]` is the row of position `starts[r] + i` in the views [rows, kv_heads, head_dim].
     A query at position p sees positions p - window + 1 (0 without a window) to p. sinks: [q_heads] fp32
-    or None. max_query_len, known to the host, sizes the grid. Returns q's shape and dtype.
+    or None. max_query_len, known to the host, sizes the grid. Views may stride over rows, and values may be
+    narrower than keys: returns [tokens, q_heads, v_head_dim] in q's dtype.
     """
-    _, q_heads, head_dim = q.shape
-    kv_heads = k_view.shape[1]
+    tokens, q_heads, head_dim = q.shape
+    kv_heads, v_head_dim = v_view.shape[1:]
     q = q if q.stride(2) == 1 else q.contiguous()
     # the interpreter truncates fp32 to bf16, torch rounds
-    out = torch.empty(q.shape, dtype=torch.float32 if INTERPRETED else q.dtype, device=q.device)
+    dtype = torch.float32 if INTERPRETED else q.dtype
+    out = torch.empty(tokens, q_heads, v_head_dim, dtype=dtype, device=q.device)
     groups = q_heads // kv_heads
     lanes = triton.next_power_of_2(groups)
     tile = max(lanes, tile_rows(max_query_len * lanes, head_dim))
@@ -46,7 +48,9 @@ def extend_attention(
         q.stride(0),
         q.stride(1),
         k_view,
+        k_view.stride(0),
         v_view,
+        v_view.stride(0),
         cu_query_lens,
         seq_lens,
         starts,
@@ -60,9 +64,11 @@ def extend_attention(
         GROUPS=groups,
         LANES=lanes,
         HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
         BLOCK_M=tile,
         BLOCK_N=128 if INTERPRETED else 64,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_V=triton.next_power_of_2(v_head_dim),
         UPCAST=INTERPRETED,
         num_warps=8 if tile >= 128 else 4,
         num_stages=3 if 64 < head_dim <= 128 else 2,
@@ -84,7 +90,9 @@ def _extend_kernel(
     q_token_stride,
     q_head_stride,
     k_view,
+    k_row_stride,
     v_view,
+    v_row_stride,
     cu_query_lens,
     seq_lens,
     starts,
@@ -98,9 +106,11 @@ def _extend_kernel(
     GROUPS: tl.constexpr,
     LANES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     # the last tiles see the most keys, so they start first
@@ -120,6 +130,7 @@ def _extend_kernel(
     query = tile * QUERIES + lane // LANES
     head = kv_head * GROUPS + lane % LANES
     dim = tl.arange(0, BLOCK_D)
+    v_dim = tl.arange(0, BLOCK_V)
     real_row = (query < query_len) & (lane % LANES < GROUPS)
     real = real_row[:, None] & (dim < HEAD_DIM)[None, :]
     token = first_token + query
@@ -136,15 +147,15 @@ def _extend_kernel(
         first = tl.maximum(seq_len - query_len + tile * QUERIES - WINDOW + 1, start) - start
     top = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for block in range(first, last, BLOCK_N):
         at = block + tl.arange(0, BLOCK_N)
         inside = at < last
         row = tl.load(stream + at, mask=inside, other=0).to(tl.int64)
-        # int64: row * width passes 2^31 in a large pool. Masked to 0: what is not ours may be NaN, and 0 * NaN is NaN
-        offset = (row * KV_HEADS + kv_head) * HEAD_DIM
+        # int64: row * stride passes 2^31 in a large pool. Masked to 0: what is not ours may be NaN, and 0 * NaN is NaN
+        k_at = row * k_row_stride + kv_head * HEAD_DIM
         keys = tl.load(
-            k_view + offset[None, :] + dim[:, None], mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0
+            k_view + k_at[None, :] + dim[:, None], mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0
         )
         if UPCAST:
             keys = keys.to(tl.float32)
@@ -155,8 +166,9 @@ def _extend_kernel(
         scores = tl.dot(asked, keys, input_precision="ieee") * (scale * LOG2_E)
         scores = tl.where(visible, scores, float("-inf"))
         weights, decay, top, total = online_softmax(scores, top, total)
+        v_at = row * v_row_stride + kv_head * V_HEAD_DIM
         values = tl.load(
-            v_view + offset[:, None] + dim[None, :], mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
+            v_view + v_at[:, None] + v_dim[None, :], mask=inside[:, None] & (v_dim < V_HEAD_DIM)[None, :], other=0.0
         )
         if UPCAST:
             values = values.to(tl.float32)
@@ -166,5 +178,5 @@ def _extend_kernel(
     if sinks is not None:
         sink = tl.load(sinks + head, mask=lane % LANES < GROUPS, other=0.0).to(tl.float32) * LOG2_E
     result = join_sink(acc, top, total, sink)
-    at_out = (token * (KV_HEADS * GROUPS) + head)[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=real)
+    at_out = (token * (KV_HEADS * GROUPS) + head)[:, None] * V_HEAD_DIM + v_dim[None, :]
+    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=real_row[:, None] & (v_dim < V_HEAD_DIM)[None, :])

@@ -12,12 +12,13 @@ from suite.errors import InputError
 
 
 def write_kv(
-    k_view: torch.Tensor, v_view: torch.Tensor, kernel_ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    k_view: torch.Tensor, v_view: torch.Tensor | None, kernel_ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
 ) -> None:
     """Store k, v [tokens, kv_heads, head_dim] at rows `kernel_ids` [tokens] of the views.
 
-    Views are contiguous [rows, kv_heads, head_dim]; k and v may stride over tokens. Raises InputError for
-    shapes or dtypes that differ from the view's. On CUDA one launch and no synchronisation.
+    Views are [rows, kv_heads, head_dim]; they, k and v may stride over their first dimension. v_view and v are
+    None for latent rows. Raises InputError for shapes or dtypes that differ from the view's. On CUDA one launch
+    and no synchronisation.
     """
     for name, view, new in (("k", k_view, k), ("v", v_view, v)):
         _check(name, view, new, kernel_ids.numel())
@@ -28,28 +29,31 @@ def write_kv(
 
 
 def write_kv_torch(
-    k_view: torch.Tensor, v_view: torch.Tensor, kernel_ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    k_view: torch.Tensor, v_view: torch.Tensor | None, kernel_ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
 ) -> None:
     """The same in plain torch, for CPU tensors and for tests."""
     k_view.index_copy_(0, kernel_ids.long(), k)
-    v_view.index_copy_(0, kernel_ids.long(), v)
+    if v_view is not None and v is not None:
+        v_view.index_copy_(0, kernel_ids.long(), v)
 
 
 def write_kv_triton(
-    k_view: torch.Tensor, v_view: torch.Tensor, kernel_ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    k_view: torch.Tensor, v_view: torch.Tensor | None, kernel_ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
 ) -> None:
     """The same as one Triton launch."""
-    k_width, v_width = k_view[0].numel(), v_view[0].numel()
+    k_width, v_width = k_view[0].numel(), 0 if v_view is None else v_view[0].numel()
     if (tokens := kernel_ids.numel()) == 0:
         return
     _write_kv_kernel[(tokens,)](
         k_view,
+        k_view.stride(0),
         v_view,
+        0 if v_view is None else v_view.stride(0),
         kernel_ids,
         k,
         k.stride(0),
         v,
-        v.stride(0),
+        0 if v is None else v.stride(0),
         K_WIDTH=k_width,
         V_WIDTH=v_width,
         BLOCK=triton.next_power_of_2(max(k_width, v_width)),
@@ -59,7 +63,9 @@ def write_kv_triton(
 @triton.jit
 def _write_kv_kernel(
     k_view,
+    k_view_stride,
     v_view,
+    v_view_stride,
     kernel_ids,
     k,
     k_stride,
@@ -70,17 +76,24 @@ def _write_kv_kernel(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    row = tl.load(kernel_ids + token).to(tl.int64)  # row * width passes 2^31 in a large pool
+    row = tl.load(kernel_ids + token).to(tl.int64)  # row * stride passes 2^31 in a large pool
     at = tl.arange(0, BLOCK)
     new_k = tl.load(k + token * k_stride + at, mask=at < K_WIDTH)
-    new_v = tl.load(v + token * v_stride + at, mask=at < V_WIDTH)
-    tl.store(k_view + row * K_WIDTH + at, new_k, mask=at < K_WIDTH)
-    tl.store(v_view + row * V_WIDTH + at, new_v, mask=at < V_WIDTH)
+    tl.store(k_view + row * k_view_stride + at, new_k, mask=at < K_WIDTH)
+    if V_WIDTH > 0:
+        new_v = tl.load(v + token * v_stride + at, mask=at < V_WIDTH)
+        tl.store(v_view + row * v_view_stride + at, new_v, mask=at < V_WIDTH)
 
 
-def _check(name: str, view: torch.Tensor, new: torch.Tensor, tokens: int) -> None:
-    if not view.is_contiguous():
-        raise InputError(f"{name}_view", view.stride(), "a contiguous view")
+def _check(name: str, view: torch.Tensor | None, new: torch.Tensor | None, tokens: int) -> None:
+    if view is None or new is None:
+        if (view is None) != (new is None) or name == "k":
+            raise InputError(
+                name, "a tensor" if new is not None else None, "rows for every view, and a view for all rows"
+            )
+        return
+    if not view[:1].is_contiguous():
+        raise InputError(f"{name}_view", view.stride(), "contiguous heads and elements")
     if new.shape != (tokens, *view.shape[1:]):
         raise InputError(name, tuple(new.shape), f"({tokens}, {', '.join(map(str, view.shape[1:]))})")
     if new.dtype != view.dtype:

@@ -1,4 +1,4 @@
-"""The one contract of the KV pools: dense per-layer views that kernels index with kernel ids.
+"""The one contract of the KV pools: per-layer views that kernels index with kernel ids.
 
 A pool owns bytes and views. Which page belongs to whom is the allocator's business, and what
 a virtual id means the translator's. Row 0 of every view is the sink, where padding and masked
@@ -33,17 +33,37 @@ class KVPool(abc.ABC):
         self._v: dict[int, torch.Tensor] = {}
 
     def k_view(self, layer: int) -> torch.Tensor:
-        """Keys of `layer`: [rows, kv_heads, head_dim], contiguous, never moved or resized."""
+        """Keys of `layer`: [rows, kv_heads, head_dim], never moved or resized. Only rows may be strided."""
         return self._k[layer]
 
     def v_view(self, layer: int) -> torch.Tensor:
-        """Values of `layer`, as `k_view`."""
+        """Values of `layer`, as `k_view`; of an MLA layer, the head of its latent rows."""
         return self._v[layer]
 
-    def write(self, layer: int, ids: KernelIds, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [tokens, kv_heads, head_dim] at kernel ids [tokens]; TypeError for ids of another space."""
+    def latent_view(self, layer: int) -> torch.Tensor:
+        """Latent rows of an MLA layer: [rows, head_dim], [latent | rotary key]."""
+        if not self.geometry.of(self.geometry.kind_of(layer)).is_latent:
+            raise TypeError(f"layer {layer} has K and V rows, no latent ones")
+        return self._k[layer][:, 0]
+
+    def paged(self, view: torch.Tensor) -> torch.Tensor:
+        """A layer's view as [pages, page_size, kv_heads, head_dim], by explicit strides.
+
+        A reshape would invent a stride for the page dimension where page_size is 1.
+        """
+        size, (row, head, element) = self.geometry.page_size, view.stride()
+        shape = (view.shape[0] // size, size, *view.shape[1:])
+        return view.as_strided(shape, (size * row, row, head, element))
+
+    def write(self, layer: int, ids: KernelIds, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """Store k, v [tokens, kv_heads, head_dim] at kernel ids [tokens]; TypeError for ids of another space.
+
+        v is None for MLA, whose rows k [tokens, 1, head_dim] hold both.
+        """
         rows = require_kernel(ids, self.geometry.kind_of(layer), f"write to layer {layer}")
-        write_kv(self._k[layer], self._v[layer], rows, k, v)
+        if (v is None) != self.geometry.of(ids.kind).is_latent:
+            raise TypeError(f"write to layer {layer}: {'needs' if v is None else 'has no'} V rows")
+        write_kv(self._k[layer], None if v is None else self._v[layer], rows, k, v)
 
     @abc.abstractmethod
     def num_pages(self, kind: KVKind) -> int:
@@ -51,7 +71,11 @@ class KVPool(abc.ABC):
 
     @abc.abstractmethod
     def page_multiplier(self, kind: KVKind) -> int:
-        """Row blocks per page of sub-pool `kind`: 1 on a static pool."""
+        """Row blocks per page of sub-pool `kind`: 1 where kernel ids are physical ids."""
+
+    def page_bytes(self, kind: KVKind) -> int:
+        """Bytes that one page of sub-pool `kind` binds."""
+        return self.geometry.of(kind).page_bytes(self.mode)
 
     @abc.abstractmethod
     def zero_pages(self, kind: KVKind, physical_pages: torch.Tensor) -> None:

@@ -29,7 +29,10 @@ class StaticPool(KVPool):
             rows = count * pool.page_size
             for layer in pool.layers:
                 self._k[layer] = self._rows(rows, pool.kv_heads, pool.head_dim, pool.dtype)
-                self._v[layer] = self._rows(rows, pool.kv_heads, pool.v_head_dim or pool.head_dim, pool.dtype)
+                if pool.is_latent:
+                    self._v[layer] = self._k[layer][..., : pool.value_dim]
+                else:
+                    self._v[layer] = self._rows(rows, pool.kv_heads, pool.value_dim, pool.dtype)
             if poison:
                 self.poison_pages(pool.kind, torch.arange(1, count, device=self.device))
 
@@ -54,5 +57,6 @@ class StaticPool(KVPool):
                 pages.view(torch.int16).index_fill_(0, physical_pages, POISON)
 
     def _paged(self, kind: KVKind) -> list[torch.Tensor]:
-        layers, count = self.geometry.of(kind).layers, self._pages[kind]
-        return [side[layer].view(count, -1) for layer in layers for side in (self._k, self._v)]
+        pool, count = self.geometry.of(kind), self._pages[kind]
+        sides = (self._k,) if pool.is_latent else (self._k, self._v)
+        return [side[layer].view(count, -1) for layer in pool.layers for side in sides]
