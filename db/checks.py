@@ -5,11 +5,13 @@ has a reason. Not-a-number and infinity are no measurements.
 """
 
 import math
+from collections.abc import Iterator
 
 from suite.errors import InputError, UnknownNameError
 from suite.records import METRICS, Metric, Outcome, Samples, metric_kind
 
 NUL = "\x00"  # PostgreSQL's text cannot hold it, so no row may
+LARGEST_INT = 2**31 - 1  # what an integer column holds in every database
 
 
 def check_outcome(outcome: Outcome) -> None:
@@ -42,14 +44,16 @@ def check_metric(name: str, metric: Metric, passed: bool) -> None:
         raise InputError(field, metric.value, "a finite number")
     if metric.unit != kind.unit:
         raise InputError(f"{field}.unit", metric.unit, repr(kind.unit))
-    if metric.n < 1:
-        raise InputError(f"{field}.n", metric.n, "at least one observation")
+    if not 1 <= metric.n <= LARGEST_INT:
+        raise InputError(f"{field}.n", metric.n, f"1 to {LARGEST_INT} observations")
 
 
 def check_samples(samples: Samples, passed: bool) -> None:
     field = f"samples.{samples.metric}"
     if is_timing(samples.metric) and not passed:
         raise InputError(field, samples.shape, "no timing in a row that did not pass: a wrong result has no latency")
+    if any(length < 0 for length in samples.shape):
+        raise InputError(field, samples.shape, "no negative lengths")
     try:
         samples.unpack()
     except Exception as error:  # zlib, numpy and the hash each have their own
@@ -63,9 +67,22 @@ def is_timing(metric: str) -> bool:
 
 
 def check_texts(outcome: Outcome) -> None:
-    texts = {"reason": outcome.reason, "reason_code": outcome.reason_code, "stderr_tail": outcome.stderr_tail}
-    for number, item in enumerate(outcome.items):
-        texts[f"items[{number}].answer"] = item.answer
-    for field, text in texts.items():
-        if text is not None and NUL in text:
+    for field, text in texts_of(outcome):
+        if isinstance(text, str) and NUL in text:
             raise InputError(field, text, "text without NUL characters")
+
+
+def texts_of(outcome: Outcome) -> Iterator[tuple[str, object]]:
+    """Every value of `outcome` that becomes a text of its own in some table, with the field it stands in."""
+    for name in ("reason", "reason_code", "stderr_tail", "prompt_hash"):
+        yield name, getattr(outcome, name)
+    for name in outcome.metrics:
+        yield "metrics", name
+    for samples in outcome.samples:
+        yield "samples", samples.metric
+    for number, item in enumerate(outcome.items):
+        for name in item.__struct_fields__:
+            yield f"items[{number}].{name}", getattr(item, name)
+    if outcome.provenance is not None:
+        for name in outcome.provenance.__struct_fields__:
+            yield f"provenance.{name}", getattr(outcome.provenance, name)

@@ -16,7 +16,10 @@ from db import models
 from suite.errors import InputError, UnknownNameError
 from suite.records import METRICS
 
-JOINT_METRICS = ("max_logit_diff", "token_mismatches")  # computed over both arms, kept with the unified one
+JOINT_METRICS = {  # by family: computed over both arms, kept with the unified one
+    "engine": ("max_logit_diff", "token_mismatches"),
+    "kernel": ("max_output_diff",),
+}
 
 
 class Value(TypedDict):
@@ -110,7 +113,7 @@ def compare_rows(engine: sa.Engine, run_id: str, metric: str | None = None) -> l
         if row.show["pool"] == "static":
             continue
         pair = static.get((row.cell_id, row.block))
-        names = {*JOINT_METRICS, *row.show["metrics"], *(pair["metrics"] if pair else ())}
+        names = {*JOINT_METRICS[row.show["family"]], *row.show["metrics"], *(pair["metrics"] if pair else ())}
         for name in sorted(names, key=metric_order):
             if metric in (None, name):
                 rows.append(compare_metric(name, pair, row.show, blocks[row.cell_id]))
@@ -123,7 +126,7 @@ def compare_metric(metric: str, static: ShowRow | None, unified: ShowRow, blocks
     values = (a["value"] if a else None, b["value"] if b else None)
     kind = METRICS.get(metric.partition(".")[0])
     delta = None if None in values else values[1] - values[0]  # type: ignore[operator]
-    if metric in JOINT_METRICS:
+    if metric in JOINT_METRICS[unified["family"]]:
         delta = values[1]
         verdict = "missing" if delta is None else "equal" if delta == 0.0 else "differs"
     elif delta is not None:
@@ -134,8 +137,9 @@ def compare_metric(metric: str, static: ShowRow | None, unified: ShowRow, blocks
         verdict = "missing"
         if kind is not None and kind.better == "neither":
             verdict = f"not judged: only the {'static' if b is None else 'unified'} arm has it"
+    arm = "" if unified["pool"] == "unified" else f"+{unified['pool']}"
     return CompareRow(
-        cell=unified["cell"], metric=metric, static=values[0], unified=values[1], delta=delta, verdict=verdict
+        cell=unified["cell"] + arm, metric=metric, static=values[0], unified=values[1], delta=delta, verdict=verdict
     )
 
 
@@ -151,10 +155,11 @@ def check_metric_name(metric: str, rows: Iterable[ShowRow]) -> None:
         raise UnknownNameError("metric", metric, known)
 
 
-def cell_name(cell_id: str, model: str, backend: str, launcher: str, workload: str, plants: list[str]) -> str:
-    """`gpt-oss-mini/fa3/reference/laptop/1a2b3c4d5e6f`, a planted fault appended as `+FAULT`."""
-    name = "/".join((PurePath(model).name, backend, launcher, workload, cell_id[:12]))
-    return "+".join([name, *plants])
+def cell_name(row: Any) -> str:
+    """`gpt-oss-mini/fa3/native/cuda/bfloat16/page16/graph/mini/1a2b3c4d5e6f`, a planted fault appended as `+FAULT`."""
+    graph = "graph" if row.graph else "eager"
+    parts = (PurePath(row.model).name, row.backend, row.launcher, row.device, row.dtype, f"page{row.page_size}", graph)
+    return "+".join(["/".join((*parts, row.workload, row.cell_id[:12])), *row.plants])
 
 
 def ended_rows(engine: sa.Engine, run_id: str) -> list[Ended]:
@@ -162,6 +167,7 @@ def ended_rows(engine: sa.Engine, run_id: str) -> list[Ended]:
     row, cell, arm, block = models.CellRun, models.Cell, models.Arm, models.Block
     columns = (row.id, row.status, row.reason_code, row.reason, row.launcher.label("executed"), row.cell_id)
     columns += (cell.family, cell.model, cell.backend, cell.launcher, cell.workload)  # type: ignore[assignment]
+    columns += (cell.device, cell.dtype, cell.page_size, cell.graph)  # type: ignore[assignment]
     query = sa.select(*columns, arm.pool, arm.plants, block.number).where(row.run_id == run_id)
     query = query.join(cell, row.cell_id == cell.id).join(arm, row.arm_id == arm.id)
     query = query.join(block, row.block_id == block.id).order_by(row.id)
@@ -173,7 +179,7 @@ def ended_rows(engine: sa.Engine, run_id: str) -> list[Ended]:
 
 def show_row(row: Any, metrics: dict[str, Value]) -> ShowRow:
     return ShowRow(
-        cell=cell_name(row.cell_id, row.model, row.backend, row.launcher, row.workload, row.plants),
+        cell=cell_name(row),
         family=row.family,
         model=row.model,
         backend=row.backend,

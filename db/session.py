@@ -14,7 +14,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
 
 from suite.errors import InputError
 from suite.records import canonical_json
@@ -25,6 +25,10 @@ SQLITE_MAGIC = b"SQLite format 3\x00"
 MIGRATIONS = Path(__file__).parent / "migrations"
 UPGRADE_LOCK = 0x6B76_7072  # any number of our own: one PostgreSQL session upgrades at a time
 DRIVERS = {"sqlite": "sqlite+pysqlite", "postgresql": "postgresql+psycopg"}
+SQLITE_TROUBLE = frozenset({
+    sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOTADB,
+})  # fmt: skip
 EXPECTED = "a file path, or a URL sqlite:///FILE or postgresql://..."
 
 
@@ -50,20 +54,41 @@ def open_db(db: str | Path = DEFAULT_DB, *, create: bool = True) -> sa.Engine:
     return engine
 
 
+def trouble(error: BaseException) -> str | None:
+    """What went wrong with the database itself (damaged, full, locked, gone); None for every error that is ours."""
+    if not isinstance(error, DBAPIError):
+        return None
+    code = getattr(error.orig, "sqlite_errorcode", None)
+    # the low byte is the code, the rest its variety; SQLite's OperationalError is also a wrong statement's
+    known = isinstance(error, OperationalError) if code is None else code & 0xFF in SQLITE_TROUBLE
+    return " ".join(str(error.orig).split()) if known else None
+
+
 def parse_url(db: str | Path) -> sa.URL:
     """The URL of `db`, a bare path being a SQLite file."""
     text = str(db)
     if "://" not in text:
         if not text:
             raise InputError("db", text, EXPECTED)
-        return sa.URL.create(DRIVERS["sqlite"], database=text)
+        return on_disk(sa.URL.create(DRIVERS["sqlite"], database=text), text)
     try:
         url = sa.make_url(text)
     except (ArgumentError, ValueError) as error:
         raise InputError("db", text, EXPECTED) from error
     if url.get_backend_name() not in DRIVERS:
         raise InputError("db", shown(url), EXPECTED)
+    if url.get_backend_name() == "sqlite":
+        on_disk(url, text)
     return url.set(drivername=DRIVERS[url.drivername]) if url.drivername in DRIVERS else url
+
+
+def on_disk(url: sa.URL, text: str) -> sa.URL:
+    """The SQLite `url`, written as `text`, when it names a file and nothing else."""
+    if url.database in (None, "", ":memory:"):
+        raise InputError("db", text, "a file: what is in memory is gone with the command that wrote it")
+    if url.query:
+        raise InputError("db", text, f"sqlite:///{url.database}, without parameters")
+    return url
 
 
 def shown(url: sa.URL) -> str:
@@ -75,8 +100,6 @@ def shown(url: sa.URL) -> str:
 
 def check_file(url: sa.URL, create: bool) -> None:
     """InputError when the SQLite file of `url` cannot be one; touches nothing."""
-    if url.database in (None, "", ":memory:"):
-        return
     path = Path(str(url.database))
     try:
         if path.is_dir():

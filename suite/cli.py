@@ -1,6 +1,7 @@
 """The command `kvproof`. Data on stdout, progress on stderr; each command imports late what it needs.
 
-Exit codes: 0 good, 1 a wrong row, 3 a crash or a failure of the machinery, 4 bad input, 130 interrupted.
+Exit codes: 0 good, 1 a wrong row or a finding, 3 a crash or a failure of the machinery, 4 bad input, 130 interrupted,
+141 nobody reads stdout any more.
 """
 
 import sys
@@ -21,6 +22,7 @@ DEMO_MATRIX = Path(__file__).resolve().parents[1] / "matrices" / "demo.toml"
 DEMO_FAULT = "read_skips_translation"
 INFRASTRUCTURE_EXIT_CODE = 3
 INTERRUPTED_EXIT_CODE = 130
+BROKEN_PIPE_EXIT_CODE = 141
 
 app = typer.Typer(
     name="kvproof",
@@ -123,6 +125,33 @@ def doctor(json: Json = False) -> None:
 
 
 @app.command()
+def scan(
+    path: Annotated[Path, typer.Argument(help="A Python file or a folder; the current one when left out.")] = Path("."),
+    rules: Annotated[
+        str, typer.Option(help="A rule set: kvproof, sglang, or a TOML file of your own.", metavar="NAME|FILE.toml")
+    ] = "kvproof",
+    json: Json = False,
+) -> None:
+    """Find who translates ids, probes allocators or imports what only others may, by the syntax tree.
+
+    One line `file:line rule message` per finding; --json rows: {"file", "line", "rule", "message"}. Exit code 0 when
+    there is none, 1 when there is one, 4 when a path, a source or a rule cannot be read.
+    """
+    from suite.scan.rules import load_rules
+    from suite.scan.sources import scan as scan_sources
+
+    result = scan_sources(path, load_rules(rules))
+    findings = result["findings"]
+    if json:
+        print_json_rows(findings)
+    else:
+        for found in findings:
+            typer.echo(f"{found['file']}:{found['line']} {found['rule']} {found['message']}")
+    typer.echo(f"{len(findings)} finding{'' if len(findings) == 1 else 's'} in {result['files']} files", err=True)
+    raise typer.Exit(1 if findings else 0)
+
+
+@app.command()
 def demo(db: Db = DEFAULT_DB) -> None:
     """Prove the unified pool on this machine, and that a planted fault would be caught.
 
@@ -193,8 +222,15 @@ def invoke(arguments: list[str]) -> int:
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED_EXIT_CODE
-    except Exception:
-        traceback.print_exc()  # and not exit code 1, which says that a row is wrong
+    except SystemExit:  # typer's and rich's way out when the reader of stdout has gone; theirs would be exit code 1
+        return BROKEN_PIPE_EXIT_CODE
+    except Exception as error:
+        from db.session import trouble
+
+        if cause := trouble(error):
+            typer.echo(f"error: db: got {cause!r}, expected a database that can be read and written", err=True)
+        else:
+            traceback.print_exc()  # and not exit code 1, which says that a row is wrong
         return INFRASTRUCTURE_EXIT_CODE
     return result if isinstance(result, int) else 0
 

@@ -9,6 +9,13 @@ a bug and keeps its traceback.
 import difflib
 from collections.abc import Iterable
 
+MAX_SHOWN_CHARS = 200  # of a value: more of it tells nobody more
+
+
+def one_line(text: str) -> str:
+    """`text` with its line breaks and control characters spelled out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
 
 class KvproofError(Exception):
     """Base of every error raised on purpose."""
@@ -17,23 +24,26 @@ class KvproofError(Exception):
 
 
 class InputError(KvproofError):
-    """Bad input: one message that names the field, the value and what was expected."""
+    """Bad input: one line that names the field, the value and what was expected, whatever characters are in them."""
 
     exit_code = 4
 
     def __init__(self, field: str, value: object, expected: str) -> None:
         self.field, self.value, self.expected = field, value, expected
-        super().__init__(f"{field}: got {value!r}, expected {expected}")
+        shown = repr(value)
+        if len(shown) > MAX_SHOWN_CHARS:
+            shown = f"{shown[:MAX_SHOWN_CHARS]}... ({len(shown)} characters)"
+        super().__init__(one_line(f"{field}: got {shown}, expected {expected}"))
 
 
 class UnknownNameError(InputError):
-    """A name that is not registered; suggests the nearest one that is."""
+    """A name that is not registered; suggests the nearest one that is. `also` says what else would do."""
 
-    def __init__(self, field: str, value: str, known: Iterable[str]) -> None:
+    def __init__(self, field: str, value: str, known: Iterable[str], also: str = "") -> None:
         names = sorted(known)
         near = difflib.get_close_matches(str(value), names, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        super().__init__(field, value, f"one of {', '.join(names)}{hint}")
+        super().__init__(field, value, f"one of {', '.join(names)}{also}{hint}")
 
 
 class UnequalRowsError(InputError):

@@ -43,9 +43,16 @@ METRICS: dict[str, MetricKind] = {
     "ttft_ms": MetricKind(unit="ms", better="lower", timing=True),
     "tok_per_s": MetricKind(unit="tok/s", better="higher", timing=True),
     "moved_share": MetricKind(unit="share", better="neither"),
-    "relocated_share": MetricKind(unit="share", better="neither"),
     "pages_moved": MetricKind(unit="pages", better="neither"),
     "generated_tokens": MetricKind(unit="tokens", better="neither"),
+    "error_ratio": MetricKind(unit="ratio", better="lower"),  # error against fp32 over the earned tolerance
+    "max_output_diff": MetricKind(unit="output", better="zero"),
+    "kv_bytes": MetricKind(unit="B", better="neither"),
+    "layer_us": MetricKind(unit="us", better="lower", timing=True),  # write the new rows and attend, one layer
+    "write_us": MetricKind(unit="us", better="lower", timing=True),
+    "metadata_us": MetricKind(unit="us", better="lower", timing=True),
+    "tb_per_s": MetricKind(unit="TB/s", better="higher", timing=True),
+    "copy_share": MetricKind(unit="share", better="higher", timing=True),
 }
 
 
@@ -54,7 +61,7 @@ def metric_kind(name: str) -> MetricKind:
     return METRICS[name.partition(".")[0]]
 
 
-class Workload(Record, frozen=True):
+class Workload(Record, frozen=True, tag="engine", tag_field="kind"):
     """What the engine serves in one cell. Lengths are tokens.
 
     `tasks` maps the name of an accuracy task to its number of items. `requests` prompts of
@@ -73,10 +80,25 @@ class Workload(Record, frozen=True):
     timing_repeats: int = 3
 
 
-class Cell(Record, frozen=True):
-    """One point of the matrix, without the arm. Its hash is its identity across runs and machines."""
+class KernelWorkload(Record, frozen=True, tag="kernel", tag_field="kind"):
+    """What one attention layer is asked in a kernel cell: `batch` requests of `tokens` tokens, the newest
+    `query_tokens` of each being the queries (1 is a decode). `samples` timings are taken, with the L2 flushed.
+    """
 
-    family: Literal["engine"]
+    name: str
+    batch: int
+    tokens: int
+    query_tokens: int = 1
+    samples: int = 50
+
+
+class Cell(Record, frozen=True):
+    """One point of the matrix, without the arm. Its hash is its identity across runs and machines.
+
+    `model` is a checkpoint in the engine family, a named shape of `suite.kernels.shapes` in the kernel family.
+    """
+
+    family: Literal["engine", "kernel"]
     model: str
     backend: str
     launcher: Launcher
@@ -85,7 +107,7 @@ class Cell(Record, frozen=True):
     page_size: int
     graph: bool
     seed: int
-    workload: Workload
+    workload: Workload | KernelWorkload
 
 
 class Arm(Record, frozen=True):

@@ -206,3 +206,49 @@ def test_host_and_device_maps_agree():
     allocator = allocator_of("unified", geometry())
     allocator.alloc(7)
     assert np.array_equal(allocator.full.map.host, allocator.page_map(KVKind.FULL).numpy())
+
+
+def test_integrity_check_sees_a_leaked_window_page_and_a_spoilt_free_list():
+    leaky = allocator_of("unified", geometry())
+    page = leaky.alloc(3)[0]
+    leaky.full.unbind([page], frozenset())
+    leaky.free_virtual.put([page])
+    with pytest.raises(InvariantError, match=f"window: free virtual page {page} is bound"):
+        leaky.check()
+    for mode in ("static", "unified"):
+        allocator = allocator_of(mode, geometry())
+        allocator.free_virtual.put([5])
+        with pytest.raises(InvariantError, match=r"virtual: free pages (\d+) != distinct free pages (?!\1)\d+"):
+            allocator.check()
+        allocator = allocator_of(mode, geometry())
+        allocator.free_virtual.put([0])
+        with pytest.raises(InvariantError, match="virtual: the sink, page 0, is in the free list"):
+            allocator.check()
+
+
+@pytest.mark.parametrize("give_back", ["free", "evict_window"])
+def test_a_page_that_the_forward_in_flight_writes_is_no_target_of_a_move(give_back):
+    allocator = allocator_of("unified", geometry())
+    pages = allocator.alloc(8)
+    target = int(allocator.page_map(KVKind.WINDOW)[pages[0]])
+    allocator.begin_forward(pages[:1])
+    getattr(allocator, give_back)(pages[:2])
+    assert allocator.compact() == (2 if give_back == "free" else 1)  # into the other page's holes only
+    assert target not in allocator.page_map(KVKind.WINDOW).tolist()
+    available = allocator.available_pages()
+    allocator.check()
+    allocator.end_forward()
+    assert allocator.compact() == (2 if give_back == "free" else 1)
+    assert target in allocator.page_map(KVKind.WINDOW).tolist()
+    assert allocator.available_pages() == available  # what was pending counted already
+    allocator.check()
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 3), (1, 3, 1), (16, 1, 1), (4, 2, 0)])
+@pytest.mark.parametrize("mode", ["static", "unified"])
+def test_most_pages_is_what_an_empty_allocator_gives(mode, shape):
+    allocator = allocator_of(mode, geometry(*shape))
+    most = allocator.most_pages()
+    assert most == allocator.available_pages() > 0
+    allocator.alloc(2)
+    assert allocator.most_pages() == most

@@ -7,7 +7,14 @@ from suite.kernels.batch import ForwardMode
 from suite.kernels.ops import extend_attention
 from tests.attention_rig import Rig
 
-CPU = [("reference", "reference"), ("triton", "reference"), ("triton", "interpreter"), ("fa3", "reference")]
+CPU = [
+    ("reference", "reference"),
+    ("triton", "reference"),
+    ("triton", "interpreter"),
+    ("fa3", "reference"),
+    ("fa4", "reference"),
+    ("flashinfer", "reference"),
+]
 BACKENDS = pytest.mark.parametrize(("backend", "launcher"), CPU, ids=["-".join(pair) for pair in CPU])
 MODES = pytest.mark.parametrize("mode", ["static", "unified", "unified_token_major"])
 W = 20

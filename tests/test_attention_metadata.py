@@ -11,8 +11,14 @@ from suite.kernels.attention.reference import execute, rows_of
 from suite.kernels.ids import KVKind
 from tests.attention_rig import Rig
 
-PAIRS = [("reference", "reference"), ("triton", "interpreter"), ("fa3", "reference")]
-BACKENDS = pytest.mark.parametrize(("backend", "launcher"), PAIRS, ids=["reference", "triton", "fa3"])
+PAIRS = [
+    ("reference", "reference"),
+    ("triton", "interpreter"),
+    ("fa3", "reference"),
+    ("fa4", "reference"),
+    ("flashinfer", "reference"),
+]
+BACKENDS = pytest.mark.parametrize(("backend", "launcher"), PAIRS, ids=[name for name, _ in PAIRS])
 MODES = pytest.mark.parametrize("mode", ["static", "unified", "unified_token_major"])
 
 

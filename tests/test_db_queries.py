@@ -73,7 +73,7 @@ def test_show_says_how_each_row_ended(store):
     assert (second["status"], second["reason"]) == ("refused", "refused: needs sm_90, got cpu")
     assert second["launcher"] == "reference"
     assert first["cell"] == second["cell"]
-    assert first["cell"].startswith("gpt-oss-mini/fa3/reference/tiny/")
+    assert first["cell"].startswith("gpt-oss-mini/fa3/reference/cpu/float32/page16/graph/tiny/")
     assert run_counts(store.engine, run_id) == {"passed": 1, "refused": 1}
 
 

@@ -184,6 +184,22 @@ POISON = {
         {"items": (ItemOutcome(task="t", doc_hash="", prompt_hash="", target_hash="", correct=True, answer="a\0"),)},
         "items[0].answer",
     ),
+    "more observations than a column holds": (
+        metrics(itl_ms=Metric(value=1.0, unit="ms", n=2**31)),
+        "metrics.itl_ms.n",
+    ),
+    "negative shape": ({"samples": (replace(Samples.pack("logits", np.ones(4)), shape=(-1, 2)),)}, "samples.logits"),
+    "NUL in a task": (
+        {"items": (ItemOutcome(task="t\0", doc_hash="", prompt_hash="", target_hash="", correct=True, answer=""),)},
+        "items[0].task",
+    ),
+    "NUL in a metric": (metrics(**{"accuracy.a\0": Metric(value=1.0, unit="share", n=1)}), "metrics"),
+    "NUL in a sample's name": ({"samples": (Samples.pack("logits\0", np.ones(4)),)}, "samples"),
+    "NUL in a hash": ({"prompt_hash": "a\0"}, "prompt_hash"),
+    "NUL in a device": (
+        {"provenance": replace(make_outcome().provenance, device_name="a\0")},
+        "provenance.device_name",
+    ),
     "NUL in a reason": ({"status": "crashed", "metrics": {}, "samples": (), "reason": "a\0"}, "reason"),
 }
 

@@ -7,10 +7,13 @@ import torch
 
 from suite.e2e.engine.requests import Request
 from suite.e2e.engine.runner import NonFiniteLogitsError
+from suite.e2e.engine.scheduler import Scheduler
 from suite.e2e.faults import FAULTS
 from suite.e2e.faults.planting import PLANTERS, plant
 from suite.errors import InputError, RefusedError, UnknownNameError
 from suite.kernels.ids import KVKind
+from suite.kernels.pools.unified import UnifiedPool
+from suite.kernels.translator import KVIndexTranslator
 from tests import tiny
 
 NEW_TOKENS = 12
@@ -56,7 +59,6 @@ def test_unified_is_bit_identical_with_most_pages_moved(static, pool, change):
     assert torch.equal(logits, static[1])
     assert tokens == static[0]
     assert engine.churn.moved_share >= 0.5
-    assert engine.churn.relocated_share >= 0.5
     assert engine.allocator.live_pages(KVKind.FULL) == 0
 
 
@@ -81,6 +83,35 @@ def test_fa3_metadata_gives_the_same_answers(static):
 def test_planted_untranslated_read_is_seen(static, backend, graph):
     _, logits, _ = served("unified", plants=("read_skips_translation",), backend=backend, graph=graph)
     assert (logits - static[1]).abs().max() > 1.0
+
+
+def test_a_move_that_copies_nothing_is_seen(static, monkeypatch):
+    """Churn moves pages that hold rows, not only pages that were just bound."""
+    monkeypatch.setattr(UnifiedPool, "move_pages", lambda *_: None)
+    assert (served("unified")[1] - static[1]).abs().max() > 1.0
+
+
+@pytest.mark.parametrize("kind", list(KVKind))
+def test_a_wrong_multiplier_is_seen(static, monkeypatch, kind):
+    """One full layer and two window layers: multipliers 2 and 4. A smaller one stays in range and mixes layers."""
+    own = KVIndexTranslator.read_map
+    other = {KVKind.FULL: 1, KVKind.WINDOW: 2}
+
+    def wrong(self, asked):
+        page_map, multiplier = own(self, asked)
+        return page_map, other[kind] if asked is kind else multiplier
+
+    monkeypatch.setattr(KVIndexTranslator, "read_map", wrong)
+    assert (served("unified")[1] - static[1]).abs().max() > 1.0
+
+
+def test_pages_that_are_not_cleared_are_seen_by_poison(monkeypatch):
+    """Zeroing only matters where a kernel multiplies masked rows by 0; the poison itself must reach the pool."""
+    monkeypatch.setattr(UnifiedPool, "zero_pages", lambda *_: None)
+    engine = tiny.engine("unified", poison=True)
+    page = engine.allocator.alloc(1)[0]
+    at = int(engine.allocator.page_map(KVKind.FULL)[page]) * engine.allocator.pool.page_multiplier(KVKind.FULL)
+    assert engine.allocator.pool.k_view(1)[at * 4].isnan().all()
 
 
 def test_planting_touches_one_engine_only(static):
@@ -164,3 +195,15 @@ def test_a_backend_that_cannot_serve_refuses_before_allocation():
         tiny.engine("unified", backend="fa3", page_size=3)
     with pytest.raises(UnknownNameError, match="did you mean 'triton'"):
         tiny.engine("unified", backend="tritn")
+
+
+@pytest.mark.parametrize("pool", ["static", "unified"])
+def test_a_request_that_no_empty_pool_could_hold_is_refused_and_does_not_wait_forever(pool):
+    allocator = tiny.allocator(pool, tiny.geometry())
+    room = allocator.most_pages() * allocator.page_size
+    table = torch.zeros(2, 4 * room, dtype=torch.int32)
+    scheduler = Scheduler(allocator, table, max_batch=1, chunk_tokens=4 * room)
+    with pytest.raises(InputError, match=rf"got {room + 1}, expected at most {room}, what the pool holds"):
+        scheduler.add(Request(prompt=[1] * room, max_new_tokens=2))
+    scheduler.add(Request(prompt=[1] * room, max_new_tokens=1))
+    assert sum(scheduler.next_step().query_lens) == room

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from suite.errors import InputError, PageMapRangeError, PoolTooSmallError, UnequalRowsError
 from suite.kernels.geometry import KVGeometry, RunnerGeometry, bytes_for_pages, plan_buffer
 from suite.kernels.ids import KernelIds, KVKind
+from suite.kernels.pools.static import StaticPool
 from suite.kernels.pools.unified import TokenMajorPool, UnifiedPool
 from tests import tiny
 
@@ -156,7 +157,7 @@ def test_guards_name_the_field():
     huge = with_rows(head_dim=8, layers=tuple(range(64)), page_size=16)
     with pytest.raises(PageMapRangeError, match=r"full\.kernel_ids: got"):
         plan_buffer(huge, "unified", huge.full.k_row_bytes * (2**31 + 4096), 8)
-    need = bytes_for_pages(tiny.geometry(), "unified", 16, 64)
+    need = bytes_for_pages(tiny.geometry(), "unified", 16)
     with pytest.raises(PoolTooSmallError, match=r"buffer_bytes: got \d+, expected at least \d+ for the sink and one"):
         plan_buffer(tiny.geometry(), "unified", need - 4096, 64)
     plan_buffer(tiny.geometry(), "unified", need, 64)
@@ -183,3 +184,9 @@ def test_pools_of_one_runner_agree():
         RunnerGeometry(full=shape.full, window=dataclasses.replace(shape.window, page_size=8))
     with pytest.raises(InputError, match=r"window\.layers"):
         RunnerGeometry(full=shape.full, window=dataclasses.replace(shape.window, layers=(1, 2)))
+
+
+def test_a_static_pool_past_int32_is_refused_before_it_is_allocated():
+    pages = {KVKind.FULL: 2**31 // 4 + 1, KVKind.WINDOW: 4}
+    with pytest.raises(PageMapRangeError, match=r"full.kernel_ids: got 2147483652, expected at most 2147483647"):
+        StaticPool(tiny.geometry(4), pages, "meta")

@@ -27,8 +27,9 @@ ROOMS: dict[str, set[str]] = {
     "suite.e2e.matrix": MATRIX,
     "suite.e2e.report": {*LEAVES, "db"},
     "suite.e2e.report.doctor": {*LEAVES, "suite.kernels"},
-    "suite.cli": {*MATRIX, "suite.e2e.matrix", "suite.e2e.report", "suite.e2e.report.doctor"},
+    "suite.cli": {*MATRIX, "suite.e2e.matrix", "suite.e2e.report", "suite.e2e.report.doctor", "suite.scan"},
     "suite.measure": LEAVES,
+    "suite.scan": LEAVES,
     "db": {*LEAVES, "suite.provenance"},
 }
 HEAVY = ("torch", "triton", "lm_eval", "transformers", "numba", "pandas", "ray")
@@ -114,6 +115,8 @@ LIGHT = [
     "import suite.e2e.matrix.plan, suite.e2e.matrix.run, suite.e2e.matrix.executors, suite.e2e.matrix.cell",
     "import suite.e2e.report.tables, suite.e2e.report.progress, suite.e2e.report.demo",
     "import suite.kernels.attention.support, suite.models.registry, suite.e2e.faults, suite.provenance",
+    "import suite.kernels.attention.support_page",
+    "import suite.cli; suite.cli.invoke(['scan', 'suite/scan'])",
     "import suite.cli; suite.cli.invoke(['--help'])",
     "import suite.cli; suite.cli.invoke(['run', '--help'])",
 ]

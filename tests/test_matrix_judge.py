@@ -63,7 +63,7 @@ def test_the_distance_is_the_largest_and_the_reason_has_the_numbers():
     reference = make_outcome().samples[0].unpack()[3, 4]
     assert outcome.metrics["max_logit_diff"].value == pytest.approx(1000.0 - reference)
     assert "of 8 tokens" in outcome.reason
-    assert "over 128 logits" in outcome.reason
+    assert "over 128 values" in outcome.reason
 
 
 def test_one_token_off_is_wrong():

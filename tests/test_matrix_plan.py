@@ -95,7 +95,7 @@ BAD = {
     "impossible task": ({"workloads__laptop__tasks": {"recall@x": 3}}, "workloads.laptop.tasks.recall@x"),
     "unknown dtype": ({"defaults__dtype": "float16"}, "defaults.dtype"),
     "unknown device": ({"defaults__device": "tpu"}, "defaults.device"),
-    "unknown family": ({"defaults__family": "kernel"}, "defaults.family"),
+    "unknown family": ({"defaults__family": "kernell"}, "defaults.family"),
     "page size 0": ({"defaults__page_size": 0}, "defaults.page_size"),
     "page size of a cell": ({"cells__0__page_size": [16, -1]}, "cells[0].page_size"),
     "page size as text": ({"defaults__page_size": "16"}, "defaults.page_size"),

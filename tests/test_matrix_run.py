@@ -15,11 +15,12 @@ from db import models
 from db.queries import ended_rows, run_counts
 from db.session import open_db
 from suite.e2e.matrix.plan import Plan, PlannedCell
-from suite.e2e.matrix.run import SPOOL, RunSummary, run_plan
+from suite.e2e.matrix.run import SPOOL, RunSummary, Stop, run_plan, spool_folder
 from suite.errors import InvariantError
 from suite.records import STATUSES, Arm
 from tests.db_support import empty_postgres, postgres
 from tests.matrix_fakes import child, make_cell
+from tests.test_matrix_executor import gone, wait_gone
 
 ROOT = Path(__file__).parents[1]
 BOTH = (Arm(pool="static"), Arm(pool="unified"))
@@ -147,8 +148,8 @@ def test_the_spool_is_beside_the_database_and_gone_afterwards(engine, tmp_path):
     run_plan(plan_of("fa3"), engine, command=child(tmp_path, body))
     places = [Path(line) for line in (tmp_path / "where").read_text().splitlines()]
     assert len({place.parent for place in places}) == 2
-    assert all(place.is_relative_to(tmp_path / SPOOL) for place in places)
-    assert not (tmp_path / SPOOL).exists()
+    assert all(place.is_relative_to(tmp_path) and SPOOL in str(place) for place in places)
+    assert not list(tmp_path.glob(f"{SPOOL}*"))
 
 
 def test_an_error_of_ours_still_leaves_one_row_per_arm(engine, tmp_path, monkeypatch):
@@ -168,7 +169,7 @@ def test_an_error_of_ours_still_leaves_one_row_per_arm(engine, tmp_path, monkeyp
     row = run_row(engine)
     assert [r.show["status"] for r in ended_rows(engine, row.id)] == ["passed", "skipped", "skipped", "skipped"]
     assert row.state == "failed"
-    assert not (tmp_path / SPOOL).exists()
+    assert not list(tmp_path.glob(f"{SPOOL}*"))
 
 
 def test_a_run_into_postgresql(tmp_path):
@@ -215,7 +216,7 @@ backend = ["reference", "fa3", "triton"]
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_ends_its_child_and_every_row(tmp_path, number):
     body = (
         GOOD
@@ -248,7 +249,61 @@ write(outcome)
     assert all("interrupted" in row.show["reason"] for row in rows[1:])
     assert run_row(engine).state == "interrupted"
     engine.dispose()
-    assert not (tmp_path / SPOOL).exists()
+    assert not list(tmp_path.glob(f"{SPOOL}*"))
+
+
+def test_runs_that_overlap_do_not_take_each_others_spool(engine):
+    with spool_folder(engine) as first:
+        with spool_folder(engine) as second:
+            assert first != second
+        assert first.is_dir()
+        assert not second.exists()
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        with Stop().listening():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+ORPHAN = """
+import os, subprocess, sys, time
+sys.path.insert(0, {root!r})
+from suite.e2e.matrix import cell
+def execute(job):
+    print(os.getpid(), subprocess.Popen(["sleep", "60"]).pid, flush=True)
+    time.sleep(60)
+cell.PARENT_POLL_S, cell.execute = 0.05, execute
+cell.main(sys.argv[1:])
+"""
+SHORT_LIVED = """
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from suite.e2e.matrix.executors import LocalExecutor
+from tests.matrix_fakes import make_job
+LocalExecutor(Path({folder!r}), (sys.executable, "-c", {orphan!r})).run(make_job())
+"""
+
+
+def test_a_child_does_not_outlive_a_parent_that_was_killed(tmp_path):
+    code = SHORT_LIVED.format(root=str(ROOT), folder=str(tmp_path), orphan=ORPHAN.format(root=str(ROOT)))
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    said = tmp_path / "job-00000" / "stderr"  # a child's stdout goes there too
+    deadline = time.monotonic() + 20
+    while not (said.exists() and said.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pids = [int(pid) for pid in said.read_text().split()]
+    assert len(pids) == 2
+    assert not any(gone(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    assert all(wait_gone(pid) for pid in pids)
 
 
 def test_the_parent_stays_small_and_without_torch(tmp_path):

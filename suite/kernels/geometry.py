@@ -234,7 +234,7 @@ def plan_buffer(
             raise PageMapRangeError(f"{pool.kind}.kernel_ids", rows, f"at most {INT32_MAX}: page tables hold int32")
         min_page = math.ceil(sink_bytes / page_bytes)
         plans[pool.kind] = SpanPlan(geometry=pool, page_bytes=page_bytes, num_pages=num_pages, min_page=min_page)
-    need = bytes_for_pages(geometry, mode, pages_for(max_request_tokens, geometry.page_size), max_request_tokens)
+    need = bytes_for_pages(geometry, mode, pages_for(max_request_tokens, geometry.page_size))
     if total < need:
         expected = f"at least {need} for the sink and one request of {max_request_tokens} tokens"
         raise PoolTooSmallError("buffer_bytes", total, expected)
@@ -245,15 +245,8 @@ def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def bytes_for_pages(geometry: RunnerGeometry, mode: PoolMode, pages: int, window_tokens: int | None = None) -> int:
-    """Bytes of a buffer that holds its sink and `pages` pages, each bound in every sub-pool.
-
-    With `window_tokens`, one request of that many tokens: of its window pages only those that a window reaches.
-    """
-    need = max(pool.page_bytes(mode) for pool in geometry.pools)
-    for pool in geometry.pools:
-        bound = pages
-        if pool.window is not None and window_tokens is not None:
-            bound = min(pages, pages_for(pool.window + pool.page_size, pool.page_size))
-        need += (bound + 1) * pool.page_bytes(mode)  # one more: frontiers of two page sizes need not meet
+def bytes_for_pages(geometry: RunnerGeometry, mode: PoolMode, pages: int) -> int:
+    """Bytes of a buffer that holds its sink and `pages` pages, each bound in every sub-pool."""
+    sizes = [pool.page_bytes(mode) for pool in geometry.pools]
+    need = max(sizes) + (pages + 1) * sum(sizes)  # one more: frontiers of two page sizes need not meet
     return -(-need // BUFFER_ALIGN_BYTES) * BUFFER_ALIGN_BYTES

@@ -40,10 +40,10 @@ class Fields:
         return self.values.get(name, default)
 
     def count(self, name: str, default: Any = ...) -> int:
-        """A positive whole number."""
+        """A positive whole number, of those that a tensor's shape can hold."""
         value = self.raw(name, default)
-        if type(value) is not int or value < 1:
-            raise InputError(self.prefix + name, value, "a positive whole number")
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise InputError(self.prefix + name, value, "a positive whole number below 2**31")
         return value
 
     def number(self, name: str, default: Any = ..., above: float = 0.0) -> float:

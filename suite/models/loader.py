@@ -40,9 +40,13 @@ def load_model(folder: Path | str, *, dtype: torch.dtype, device: str | torch.de
     return model.eval()
 
 
-def check_checkpoint(folder: Path | str) -> None:
-    """Raise what `load_model` would, from config.json and the tensors' headers alone: no weight is read."""
-    _fit(Path(folder), torch.float32, "meta")
+def check_checkpoint(folder: Path | str) -> int:
+    """Raise what `load_model` would, from config.json and the tensors' headers alone: no weight is read.
+
+    Returns the model's positions: how many tokens a request may have.
+    """
+    model, _ = _fit(Path(folder), torch.float32, "meta")
+    return int(model.max_positions)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def _read_json(path: Path) -> Any:
         raise CheckpointError(str(path), "no such file", "the file to be present") from None
     except OSError as error:
         raise CheckpointError(str(path), error.strerror, "a readable file") from None
-    except ValueError as error:  # both bad JSON and bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, too many digits, too many brackets
         raise CheckpointError(str(path), str(error), "valid JSON") from None
 
 

@@ -56,8 +56,8 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     if str(name_or_path) in shipped_models():
         return CHECKPOINTS / name_or_path
     folder = Path(name_or_path)
-    if not str(name_or_path) or not folder.is_dir():
-        raise UnknownNameError("model", str(name_or_path), [*shipped_models(), "a checkpoint folder"])
+    if not str(name_or_path) or not os.path.isdir(folder):
+        raise UnknownNameError("model", str(name_or_path), shipped_models(), also=" or a checkpoint folder")
     return folder
 
 

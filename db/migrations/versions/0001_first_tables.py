@@ -15,7 +15,7 @@ def upgrade() -> None:
         sa.Column("id", sa.String(), nullable=False),
         sa.Column("pool", sa.String(), nullable=False),
         sa.Column("plants", sa.JSON(), nullable=False),
-        sa.CheckConstraint("pool IN ('static', 'unified')", name=op.f("ck_arm_pool")),
+        sa.CheckConstraint("pool IN ('static', 'unified', 'unified_token_major')", name=op.f("ck_arm_pool")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_arm")),
     )
     op.create_table(

@@ -4,6 +4,7 @@ lm-eval gets them as dictionaries with a callable that returns the documents: no
 network, no templates, no cache on disk.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from suite.errors import InputError, UnknownNameError
 from suite.models.languages import language
 
 TASKS = Path(__file__).parent / "tasks"
+LENGTH = re.compile(r"[1-9][0-9]{0,8}")  # one spelling for each length: a task has one name
 REQUIRED, OPTIONAL = {"language", "length"}, {"choices"}  # of the generator block
 
 
@@ -38,6 +40,11 @@ class Task:
         """Tokens of a prompt and the longest answer that is asked for."""
         return self.length + self.settings.get("generation_kwargs", {}).get("max_gen_toks", 1)
 
+    def check_length(self) -> None:
+        """InputError where a prompt of `length` words is too short to hold a question."""
+        if self.length < parse_task_file(self.name.partition("@")[0]).length:  # the file's own length is enough
+            documents(self.language, seed=0, n=1, length=self.length, choices=self.choices)
+
     def documents(self, *, seed: int, n: int) -> list[Document]:
         return documents(self.language, seed=seed, n=n, length=self.length, choices=self.choices)
 
@@ -52,11 +59,11 @@ def load_task(name: str) -> Task:
     stem, at, length = name.partition("@")
     if stem not in task_names():
         raise UnknownNameError("task", name, task_names())
-    task = parse_task((TASKS / f"{stem}.yaml").read_text(encoding="utf-8"), stem)
+    task = parse_task_file(stem)
     if not at:
         return task
-    if not length.isdecimal() or int(length) < 1:
-        raise InputError("task", name, f"{stem}@LENGTH with a positive number of tokens")
+    if not LENGTH.fullmatch(length):
+        raise InputError("task", name, f"{stem}@LENGTH with a positive number of tokens, of at most 9 digits")
     return Task(
         name=name,
         settings={**task.settings, "task": name},
@@ -64,6 +71,11 @@ def load_task(name: str) -> Task:
         length=int(length),
         choices=task.choices,
     )
+
+
+def parse_task_file(name: str) -> Task:
+    """The task of the file NAME.yaml."""
+    return parse_task((TASKS / f"{name}.yaml").read_text(encoding="utf-8"), name)
 
 
 def parse_task(text: str, where: str) -> Task:

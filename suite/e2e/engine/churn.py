@@ -7,10 +7,7 @@ schedules stay equal; only a unified pool moves anything.
 
 import random
 
-import numpy as np
-
 from suite.kernels.allocators.paged import PageAllocator
-from suite.kernels.allocators.window import UnifiedAllocator
 
 BALLAST_SHARE = 0.5  # of the pages that requests hold at most
 
@@ -23,32 +20,27 @@ class Churn:
         self.ballast = self.ballast_pages(pages)
         self._held: list[int] = []
         self._random = random.Random(seed)
-        self.live_observed = self.off_identity = self.relocated = 0
+        self.observed = self.moved = 0
 
     @staticmethod
     def ballast_pages(pages: int) -> int:
         return max(4, int(pages * BALLAST_SHARE))
 
-    def before_step(self) -> None:
-        """Free a random half of the ballast, pack, and take ballast again: some survivors move every step."""
+    def shuffle(self) -> None:
+        """Free a random half of the ballast, pack, take ballast again: what was bound since moves into its place."""
         self._random.shuffle(self._held)
         keep = len(self._held) // 2
         self.allocator.free(self._held[keep:])
         del self._held[keep:]
-        if isinstance(self.allocator, UnifiedAllocator):
-            self.allocator.compact()
+        self.allocator.compact()
         self._held += self.allocator.alloc(self.ballast - keep)
 
     def observe(self, virtual_pages: list[int]) -> None:
-        """Count, for the pages that the next forward reads, how many are not where their number says."""
-        if not isinstance(self.allocator, UnifiedAllocator) or not virtual_pages:
-            return
+        """Count, for pages whose earlier rows the next forward reads, how many compaction has moved."""
         for span in self.allocator.spans:
-            physical = span.map.host[virtual_pages]
-            live = physical > 0
-            self.live_observed += int(live.sum())
-            self.off_identity += int((physical[live] != np.asarray(virtual_pages)[live]).sum())
-            self.relocated += int(span.relocated[virtual_pages][live].sum())
+            bound = span.map.host[virtual_pages] > 0
+            self.observed += int(bound.sum())
+            self.moved += int(span.relocated[virtual_pages][bound].sum())
 
     def finish(self) -> None:
         self.allocator.free(self._held)
@@ -56,10 +48,8 @@ class Churn:
 
     @property
     def moved_share(self) -> float:
-        """Share of page reads whose physical page is not the virtual one: 0.0 means an identity map, a void run."""
-        return self.off_identity / self.live_observed if self.live_observed else 0.0
+        """Share of reads of written pages whose page compaction has moved while it was live; 0.0 is a void run.
 
-    @property
-    def relocated_share(self) -> float:
-        """Share of page reads whose page a compaction has moved while it was live."""
-        return self.relocated / self.live_observed if self.live_observed else 0.0
+        Not the share of pages away from their own number: a pool that grows down never binds page n to n.
+        """
+        return self.moved / self.observed if self.observed else 0.0

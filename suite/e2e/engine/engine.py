@@ -66,7 +66,14 @@ class Engine:
         if reason := cls.refusal(geometry, config.pool, config.device, config.launcher, sinks):
             raise RefusedError(reason)
         request_pages = config.max_batch * pages_for(config.max_context, config.page_size)
-        self.allocator = build_allocator(geometry, config, request_pages + Churn.ballast_pages(request_pages))
+        self.allocator = build_allocator(
+            geometry,
+            config.pool,
+            request_pages + Churn.ballast_pages(request_pages),
+            config.max_context,
+            config.device,
+            poison=config.poison,
+        )
         self.churn = Churn(self.allocator, request_pages, config.seed)
         pool = self.allocator.pool
         columns = pages_for(config.max_context, config.page_size) * config.page_size
@@ -92,10 +99,10 @@ class Engine:
         steps = 0
         while scheduler.has_work:
             if churn:
-                self.churn.before_step()
+                self.churn.shuffle()
             step = scheduler.next_step()
             if churn:
-                self.churn.observe([page for request in step.requests for page in request.pages])
+                self.churn.observe([page for request in step.requests for page in self._written_pages(request)])
             self._run_step(step)
             scheduler.finish(step)
             if churn and steps % INTEGRITY_EVERY_STEPS == 0:
@@ -106,7 +113,7 @@ class Engine:
 
     @property
     def pages_moved(self) -> int:
-        return self.allocator.pages_moved if isinstance(self.allocator, UnifiedAllocator) else 0
+        return self.allocator.pages_moved
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: list[int], stop: list[tuple[int, ...]]
@@ -129,6 +136,10 @@ class Engine:
         return [(request.loglikelihood, request.is_greedy) for request in requests]
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _written_pages(self, request: Request) -> list[int]:
+        """Pages that held rows of the request before this step."""
+        return request.pages[: pages_for(request.computed, self.config.page_size)]
 
     def _run_step(self, step: Step) -> None:
         """Forward, then scores for scored prompts and one new token for every request past its prompt."""
@@ -166,12 +177,19 @@ def _wanted_rows(step: Step) -> dict[int, list[int]]:
     return wanted
 
 
-def build_allocator(geometry: RunnerGeometry, config: EngineConfig, pages: int) -> PageAllocator:
-    """The pool and allocator of `config.pool`, both with room for `pages` joint pages beside the sink."""
-    device = torch.device(config.device)
-    if config.pool == "static":
+def build_allocator(
+    geometry: RunnerGeometry,
+    mode: PoolMode,
+    pages: int,
+    max_context: int,
+    device: torch.device | str,
+    *,
+    poison: bool = False,
+) -> PageAllocator:
+    """A pool of `mode` and its allocator, with room for `pages` joint pages beside the sink."""
+    if mode == "static":
         counts: dict[KVKind, int] = {pool.kind: pages + 1 for pool in geometry.pools}
-        return StaticAllocator(StaticPool(geometry, counts, device, poison=config.poison))
-    pool_class = TokenMajorPool if config.pool == "unified_token_major" else UnifiedPool
-    need = bytes_for_pages(geometry, config.pool, pages)
-    return UnifiedAllocator(pool_class(geometry, need, config.max_context, device, poison=config.poison))
+        return StaticAllocator(StaticPool(geometry, counts, device, poison=poison))
+    pool_class = TokenMajorPool if mode == "unified_token_major" else UnifiedPool
+    need = bytes_for_pages(geometry, mode, pages)
+    return UnifiedAllocator(pool_class(geometry, need, max_context, device, poison=poison))

@@ -8,7 +8,6 @@ from suite.e2e.engine.graphs import DecodeGraphs
 from suite.e2e.engine.scheduler import Step
 from suite.errors import KvproofError
 from suite.kernels.allocators.paged import PageAllocator
-from suite.kernels.allocators.window import UnifiedAllocator
 from suite.kernels.attention.base import AttentionBackend, Metadata
 from suite.kernels.batch import ForwardBatch, ForwardMode
 from suite.kernels.geometry import AttentionLayer
@@ -50,16 +49,13 @@ class Runner:
     @torch.inference_mode()
     def forward(self, step: Step, rows: torch.Tensor) -> torch.Tensor:
         """fp32 logits [n, vocab] of the step's token rows `rows` [n]."""
-        moving = self.allocator if isinstance(self.allocator, UnifiedAllocator) else None
-        if moving:
-            moving.begin_forward(step.written_pages)
+        self.allocator.begin_forward(step.written_pages)
         if step.mode is ForwardMode.DECODE and self.graphs is not None:
             logits = self.graphs.run(self._batch(step, self.graphs.lanes_for(len(step.requests))))[rows]
         else:
             batch = self._batch(step, len(step.requests))
             logits = self.model.logits(self._hidden(batch.input_ids, batch.positions, self.backend.plan(batch))[rows])
-        if moving:
-            moving.end_forward()
+        self.allocator.end_forward()
         if not bool(logits.isfinite().all()):
             bad = [i for i, row in enumerate(logits.isfinite().all(-1).tolist()) if not row]
             raise NonFiniteLogitsError(

@@ -60,8 +60,9 @@ class Scheduler:
         limit = self.req_to_token.shape[1]
         if request.longest > limit:
             raise InputError("prompt_tokens + max_new_tokens", request.longest, f"at most {limit}, the longest context")
-        if pages_for(request.longest, self.page_size) > self.allocator.virtual_pages - 1:
-            raise InputError("prompt_tokens + max_new_tokens", request.longest, "a request that fits the pool")
+        if pages_for(request.longest, self.page_size) > (most := self.allocator.most_pages()):
+            expected = f"at most {most * self.page_size}, what the pool holds of one request"
+            raise InputError("prompt_tokens + max_new_tokens", request.longest, expected)
         self.waiting.append(request)
 
     @property

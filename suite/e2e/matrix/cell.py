@@ -6,23 +6,29 @@ stderr and which leaves no outcome.
 """
 
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
+from suite.e2e.matrix.executors import PARENT_PID
 from suite.errors import InputError, RefusedError
 from suite.records import CellJob, Outcome, Status
 
 INTERPRET = "TRITON_INTERPRET"
+PARENT_POLL_S = 1.0
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         print("usage: python -m suite.e2e.matrix.cell JOB.json OUTCOME.json", file=sys.stderr)
         return InputError.exit_code
+    if PARENT_PID in os.environ:
+        threading.Thread(target=outlive_nobody, args=(int(os.environ[PARENT_PID]),), daemon=True).start()
     job_path, outcome_path = map(Path, arguments)
     try:
         job = msgspec.json.decode(job_path.read_bytes(), type=CellJob)
@@ -35,10 +41,20 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def outlive_nobody(parent: int) -> None:
+    """End this process and all it started once `parent` is gone: nobody would time it out or read its outcome."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def execute(job: CellJob) -> Outcome:
     """What the job came to. Refusals and bad input are outcomes; every other exception is a crash."""
     set_interpreter(job)
-    from suite.e2e.matrix.measure import measure
+    if job.cell.family == "kernel":
+        from suite.e2e.matrix.measure_kernel import measure_kernel as measure
+    else:
+        from suite.e2e.matrix.measure import measure
 
     try:
         return measure(job)

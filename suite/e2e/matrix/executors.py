@@ -20,6 +20,7 @@ from suite.records import CellJob, Outcome, Status
 
 CHILD_COMMAND: tuple[str, ...] = (sys.executable, "-m", "suite.e2e.matrix.cell")
 PARENT_STATUSES: tuple[Status, ...] = ("timed_out", "skipped")
+PARENT_PID = "KVPROOF_PARENT_PID"  # in the child's environment: whom it must not outlive
 STDERR_TAIL_BYTES = 4096
 LAST_LINE_CHARS = 300
 POLL_S = 0.01
@@ -56,6 +57,7 @@ class LocalExecutor:
                     stdout=stderr,  # the parent's stdout carries data
                     stderr=stderr,
                     start_new_session=True,
+                    env={**os.environ, PARENT_PID: str(os.getpid())},
                 )
             except OSError as error:
                 return Outcome(status="crashed", reason_code="not_started", reason=f"the child did not start: {error}")

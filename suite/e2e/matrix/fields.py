@@ -7,6 +7,7 @@ from suite.errors import InputError, UnknownNameError
 
 Table = dict[str, Any]
 Check = Callable[[str, object], Any]
+MAX_INTEGER = 2**31 - 1  # what every column and every tensor of ours can hold
 
 
 def check_keys(field: str, table: object, known: Collection[str]) -> Table:
@@ -23,6 +24,8 @@ def integer(minimum: int) -> Check:
     def check(field: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise InputError(field, value, f"an integer, at least {minimum}")
+        if value > MAX_INTEGER:
+            raise InputError(field, value, f"an integer, at most {MAX_INTEGER}")
         return value
 
     return check
@@ -50,6 +53,8 @@ def boolean(field: str, value: object) -> bool:
 def text(field: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise InputError(field, value, "a string, not empty")
+    if not value.isprintable():
+        raise InputError(field, value, "a string without line breaks and control characters")
     return value
 
 

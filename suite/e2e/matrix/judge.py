@@ -18,14 +18,15 @@ MIN_MOVED_SHARE = 0.5  # of the live pages: below, the page map is too near the 
 class Exactness(Record):
     """How far an arm's answers are from the static arm's, over the same requests."""
 
-    max_logit_diff: float
-    logits: int
-    token_mismatches: int
-    tokens: int
+    of: str  # "logit" or "output"
+    max_diff: float
+    values: int
+    token_mismatches: int = 0
+    tokens: int = 0
 
     @property
     def exact(self) -> bool:
-        return self.max_logit_diff == 0.0 and self.token_mismatches == 0
+        return self.max_diff == 0.0 and self.token_mismatches == 0
 
 
 class Ruling(Record):
@@ -54,7 +55,8 @@ def compare(outcome: Outcome, static: Outcome) -> tuple[Outcome, Exactness | Non
     """`outcome` with its distance from `static`, wrong unless that is zero."""
     if reason := not_comparable(outcome, static):
         return wrong(outcome, "not_comparable", reason), None
-    pairs = {name: (find(static, name), find(outcome, name)) for name in ("logits", "tokens")}
+    names = ("output",) if find(static, "output") else ("logits", "tokens")
+    pairs = {name: (find(static, name), find(outcome, name)) for name in names}
     for name, (a, b) in pairs.items():
         if a is None or b is None:
             lacking = "static" if a is None else "unified"
@@ -62,14 +64,15 @@ def compare(outcome: Outcome, static: Outcome) -> tuple[Outcome, Exactness | Non
         if a.shape != b.shape or 0 in a.shape:
             reason = f"{name} of shapes {list(a.shape)} static and {list(b.shape)} unified"
             return wrong(outcome, "shapes_differ", reason), None
-    exactness = measure_exactness(**{name: (a.unpack(), b.unpack()) for name, (a, b) in pairs.items() if a and b})
+    unpacked = {name: (a.unpack(), b.unpack()) for name, (a, b) in pairs.items() if a and b}
+    of = names[0].removesuffix("s")
+    exactness = measure_exactness(of, unpacked[names[0]], unpacked.get("tokens"))
     outcome = replace(outcome, metrics={**outcome.metrics, **exactness_metrics(exactness)})
     if not exactness.exact:
-        reason = (
-            f"largest logit difference {exactness.max_logit_diff:g} over {exactness.logits} logits, "
-            f"{exactness.token_mismatches} of {exactness.tokens} tokens differ, expected 0"
-        )
-        outcome = wrong(outcome, "logits_differ", reason)
+        reason = f"largest {of} difference {exactness.max_diff:g} over {exactness.values} values"
+        if exactness.tokens:
+            reason += f", {exactness.token_mismatches} of {exactness.tokens} tokens differ"
+        outcome = wrong(outcome, f"{of}s_differ", f"{reason}, expected 0")
     return outcome, exactness
 
 
@@ -86,36 +89,42 @@ def find(outcome: Outcome, metric: str) -> Samples | None:
     return next((samples for samples in outcome.samples if samples.metric == metric), None)
 
 
-def measure_exactness(logits: tuple[np.ndarray, np.ndarray], tokens: tuple[np.ndarray, np.ndarray]) -> Exactness:
-    """Distances of logits [rows, vocab] and token ids [requests, new_tokens]; NaN when any pair has no distance.
+def measure_exactness(
+    of: str, values: tuple[np.ndarray, np.ndarray], tokens: tuple[np.ndarray, np.ndarray] | None = None
+) -> Exactness:
+    """Distances of logits or outputs, of any one shape, and of token ids; NaN when any pair has no distance.
 
     Equal infinities are equal: a masked logit is -inf in both arms. A NaN is never equal to anything.
     """
-    a, b = (array.astype(np.float64) for array in logits)
+    a, b = (array.astype(np.float64) for array in values)
     with np.errstate(invalid="ignore"):
         distance = np.where(a == b, 0.0, np.abs(a - b))
     return Exactness(
-        max_logit_diff=float(distance.max()),  # NaN wins
-        logits=distance.size,
-        token_mismatches=int((tokens[0] != tokens[1]).sum()),
-        tokens=int(tokens[0].size),
+        of=of,
+        max_diff=float(distance.max()),  # NaN wins
+        values=distance.size,
+        token_mismatches=int((tokens[0] != tokens[1]).sum()) if tokens else 0,
+        tokens=int(tokens[0].size) if tokens else 0,
     )
 
 
 def exactness_metrics(exactness: Exactness) -> dict[str, Metric]:
     """The metrics of `exactness`; a distance that is no number is none, its row's reason tells it."""
-    metrics = {"token_mismatches": Metric(value=exactness.token_mismatches, unit="tokens", n=exactness.tokens)}
-    if math.isfinite(exactness.max_logit_diff):
-        metrics["max_logit_diff"] = Metric(value=exactness.max_logit_diff, unit="logit", n=exactness.logits)
+    metrics = {}
+    if exactness.tokens:
+        metrics["token_mismatches"] = Metric(value=exactness.token_mismatches, unit="tokens", n=exactness.tokens)
+    if math.isfinite(exactness.max_diff):
+        name = f"max_{exactness.of}_diff"
+        metrics[name] = Metric(value=exactness.max_diff, unit=exactness.of, n=exactness.values)
     return metrics
 
 
 def check_moved(outcome: Outcome) -> Outcome:
-    """A unified outcome is void unless enough of its live pages had moved."""
+    """A unified outcome is void unless compaction had moved enough of the pages that were read."""
     moved = outcome.metrics.get("moved_share")
     if moved is not None and moved.value >= MIN_MOVED_SHARE:
         return outcome
-    share = "no share of moved pages" if moved is None else f"{moved.value:.1%} of the live pages moved"
+    share = "no share of moved pages" if moved is None else f"{moved.value:.1%} of the pages that were read had moved"
     return wrong(outcome, "identity_map", f"{share}, a unified run needs at least {MIN_MOVED_SHARE:.0%}")
 
 

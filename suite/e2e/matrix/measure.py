@@ -16,6 +16,8 @@ from suite.e2e.engine.engine import Engine, EngineConfig
 from suite.e2e.engine.requests import Request
 from suite.e2e.engine.runner import NonFiniteLogitsError
 from suite.e2e.faults.planting import plant
+from suite.errors import RefusedError
+from suite.kernels.attention.support import kernel_library
 from suite.models.loader import load_model
 from suite.models.registry import resolve_model
 from suite.models.tokenizer import load_tokenizer
@@ -23,16 +25,13 @@ from suite.provenance import provenance
 from suite.records import CellJob, Metric, Outcome, Samples, Workload, canonical_json, metric_kind
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-KERNEL_LIBRARY = {
-    ("triton", "native"): "triton",
-    ("triton", "interpreter"): "triton",
-    ("fa3", "native"): "sglang-kernel",
-}
 
 
 def measure(job: CellJob) -> Outcome:
     """Run one (cell, arm). Raises RefusedError when the backend cannot serve, InputError for bad input."""
     cell, workload = job.cell, job.cell.workload
+    if cell.device == "cuda" and not torch.cuda.is_available():
+        raise RefusedError(f"{cell.backend}: needs a CUDA device, got a machine where torch finds none")
     torch.manual_seed(cell.seed)
     if cell.device == "cpu":
         torch.set_num_threads(1)  # small matrices gain nothing from more, and lose all where cores are shared
@@ -45,7 +44,7 @@ def measure(job: CellJob) -> Outcome:
     prompts = workload_prompts(tokenizer, workload.requests, workload.prompt_tokens, cell.seed)
     facts = {
         "launcher": engine.backend.launcher,
-        "provenance": provenance(cell.device, KERNEL_LIBRARY.get((cell.backend, engine.backend.launcher), "torch")),
+        "provenance": provenance(cell.device, kernel_library(cell.backend, engine.backend.launcher)),
         "effective": {
             "page_size": engine.translator.page_size,
             "captured_sizes": engine.runner.graphs.sizes if engine.runner.graphs else [],
@@ -121,8 +120,7 @@ def pool_metrics(engine: Engine) -> dict[str, Metric]:
         return {}
     churn = engine.churn
     return {
-        "moved_share": metric("moved_share", churn.moved_share, churn.live_observed),
-        "relocated_share": metric("relocated_share", churn.relocated_share, churn.live_observed),
+        "moved_share": metric("moved_share", churn.moved_share, churn.observed),
         "pages_moved": metric("pages_moved", engine.pages_moved, 1),
     }
 

@@ -5,6 +5,7 @@ Everything is checked before anything runs; nothing unknown is tolerated, nothin
 """
 
 import itertools
+import os
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
@@ -14,8 +15,19 @@ from suite.e2e.faults import FAULTS
 from suite.e2e.matrix.fields import Check, Table, axis, boolean, check_keys, integer, number, one_of, text
 from suite.errors import InputError, UnknownNameError
 from suite.kernels.attention.support import BACKENDS
+from suite.kernels.shapes import SHAPES
 from suite.models.registry import shipped_models
-from suite.records import LAUNCHERS, POOL_MODES, Arm, Cell, CellJob, Record, Workload, content_hash
+from suite.records import (
+    LAUNCHERS,
+    POOL_MODES,
+    Arm,
+    Cell,
+    CellJob,
+    KernelWorkload,
+    Record,
+    Workload,
+    content_hash,
+)
 
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
@@ -46,8 +58,8 @@ class Plan(Record):
 def model(field: str, value: object) -> str:
     """A shipped checkpoint's name, or a folder that exists."""
     name = text(field, value)
-    if name not in (shipped := shipped_models()) and not Path(name).is_dir():
-        raise UnknownNameError(field, name, [*shipped, "a checkpoint folder"])
+    if name not in (shipped := shipped_models()) and not os.path.isdir(name):
+        raise UnknownNameError(field, name, shipped, also=" or a checkpoint folder")
     return name
 
 
@@ -57,7 +69,7 @@ def tasks(field: str, value: object) -> dict[str, int]:
         raise InputError(field, value, "a table of task names and numbers of items")
     for name in value:
         try:
-            load_task(name)
+            load_task(name).check_length()
         except InputError as error:
             raise InputError(f"{field}.{name}", error.value, error.expected) from error
     return {name: integer(1)(f"{field}.{name}", count) for name, count in value.items()}
@@ -68,8 +80,8 @@ def names(known: Collection[str]) -> Check:
 
 
 CELL_FIELDS: dict[str, Check] = {
-    "family": names(("engine",)),
-    "model": axis(model),
+    "family": names(("engine", "kernel")),
+    "model": axis(text),
     "backend": axis(names(BACKENDS)),
     "launcher": names(LAUNCHERS),
     "device": names(("cpu", "cuda")),
@@ -92,7 +104,14 @@ WORKLOAD_FIELDS: dict[str, Check] = {
     "min_accuracy": number(0, 1),
     "timing_repeats": integer(1),
 }
-OPTIONAL_WORKLOAD_FIELDS = ("tasks", "min_accuracy", "timing_repeats")
+OPTIONAL_WORKLOAD_FIELDS = ("tasks", "min_accuracy", "timing_repeats", "query_tokens", "samples")
+KERNEL_WORKLOAD_FIELDS: dict[str, Check] = {
+    "batch": integer(1),
+    "tokens": integer(1),
+    "query_tokens": integer(1),
+    "samples": integer(1),
+}
+MODELS: dict[str, Check] = {"engine": model, "kernel": names(SHAPES)}
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -102,7 +121,7 @@ def load_plan(path: str | Path) -> Plan:
             matrix = tomllib.load(file)
     except OSError as error:
         raise InputError("matrix", str(path), f"a readable TOML file ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, too many digits, too many brackets
         raise InputError("matrix", str(path), f"valid TOML ({error})") from error
     return parse_plan(matrix)
 
@@ -134,34 +153,44 @@ def read_fields(field: str, table: object, known: dict[str, Check]) -> Table:
     return {key: known[key](f"{field}.{key}", value) for key, value in given.items()}
 
 
-def read_workloads(tables: object) -> dict[str, Workload]:
+def read_workloads(tables: object) -> dict[str, Workload | KernelWorkload]:
+    """Workloads by name; one with `tokens` is asked of a kernel, any other of the engine."""
     if not isinstance(tables, dict):
         raise InputError("workloads", tables, "tables [workloads.NAME]")
-    workloads = {}
+    workloads: dict[str, Workload | KernelWorkload] = {}
     for name, table in tables.items():
-        field = f"workloads.{name}"
-        fields = read_fields(field, table, WORKLOAD_FIELDS)
-        for key in WORKLOAD_FIELDS:
+        field = f"workloads.{text('workloads', name)}"
+        is_kernel = isinstance(table, dict) and "tokens" in table
+        known = KERNEL_WORKLOAD_FIELDS if is_kernel else WORKLOAD_FIELDS
+        fields = read_fields(field, table, known)
+        for key in known:
             if key not in fields and key not in OPTIONAL_WORKLOAD_FIELDS:
                 raise InputError(f"{field}.{key}", None, "a value")
         if "min_accuracy" in fields and not fields.get("tasks"):
             raise InputError(f"{field}.min_accuracy", fields["min_accuracy"], "tasks to measure the accuracy with")
-        workloads[name] = Workload(name=name, **fields)
+        if is_kernel and fields.get("query_tokens", 1) > fields["tokens"]:
+            raise InputError(f"{field}.query_tokens", fields["query_tokens"], f"at most {fields['tokens']}, its tokens")
+        workloads[name] = KernelWorkload(name=name, **fields) if is_kernel else Workload(name=name, **fields)
     return workloads
 
 
-def plan_entry(field: str, fields: Table, workloads: dict[str, Workload]) -> list[PlannedCell]:
+def plan_entry(field: str, fields: Table, workloads: dict[str, Workload | KernelWorkload]) -> list[PlannedCell]:
     """The product of one entry's axes, the last axis varying fastest."""
     for key in CELL_FIELDS:
         if key not in fields:
             raise InputError(f"{field}.{key}", None, "a value, here or in [defaults]")
     if fields["workload"] not in workloads:
         raise UnknownNameError(f"{field}.workload", fields["workload"], workloads)
+    family, workload = fields["family"], workloads[fields["workload"]]
+    if (family == "kernel") != isinstance(workload, KernelWorkload):
+        raise InputError(f"{field}.workload", workload.name, f"a workload of the {family} family")
+    for name in fields["model"]:
+        MODELS[family](f"{field}.model", name)
     same = {key: fields[key] for key in ("family", "launcher", "device", "seed")}
     arms = tuple(Arm(pool=pool) for pool in POOL_MODES if pool in fields["pool"])
     cells = []
     for point in itertools.product(*(fields[key] for key in AXES)):
-        cell = Cell(workload=workloads[fields["workload"]], **same, **dict(zip(AXES, point, strict=True)))
+        cell = Cell(workload=workload, **same, **dict(zip(AXES, point, strict=True)))
         cells.append(PlannedCell(cell=cell, arms=arms, timeout_s=fields["timeout_s"]))
     return cells
 

@@ -1,7 +1,7 @@
 """The parent: every planned arm becomes exactly one row, whatever happens to its child or to this process.
 
-Children run one after another; the rows are judged and written here, by the only writer. On SIGINT or
-SIGTERM the child at work is ended and what is left of the plan becomes `skipped` rows.
+Children run one after another; the rows are judged and written here, by the only writer. On SIGINT,
+SIGTERM or SIGHUP the child at work is ended and what is left of the plan becomes `skipped` rows.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from suite.records import CellJob, Outcome, Status, content_hash
 
 SPOOL = "kvproof-spool"
 EXACTNESS_METHOD, EXACTNESS_VERSION = "bit_identity", 1
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: its terminal went away
 INTERRUPTED_EXIT_CODE = 130
 
 Progress = Callable[[int, CellJob, Outcome | None], None]  # number of the job, and its outcome once there is one
@@ -72,7 +72,8 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.ask) for number in STOP_SIGNALS}
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores
+        before = {number: signal.signal(number, self.ask) for number in heard}
         try:
             yield
         finally:
@@ -156,7 +157,9 @@ class RowWriter:
 
 def exactness_rows(exactness: Exactness, static_id: str) -> list[Comparison]:
     """`exactness` as the database keeps it, against the row `static_id`."""
-    effects = {"max_logit_diff": exactness.max_logit_diff, "token_mismatches": float(exactness.token_mismatches)}
+    effects = {f"max_{exactness.of}_diff": exactness.max_diff}
+    if exactness.tokens:
+        effects["token_mismatches"] = float(exactness.token_mismatches)
     return [
         Comparison(
             static_id=static_id,
@@ -175,17 +178,10 @@ def spool_folder(engine: sa.Engine) -> Iterator[Path]:
     """A folder for the children's files, beside a SQLite file or among the system's temporary ones; removed after."""
     database = engine.url.database
     beside = engine.dialect.name == "sqlite" and database not in (None, "", ":memory:")
-    parent = Path(str(database)).resolve().parent / SPOOL if beside else None
+    parent = Path(str(database)).resolve().parent if beside else None
     try:
-        if parent is not None:
-            parent.mkdir(exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="kvproof-", dir=parent)
+        folder = tempfile.TemporaryDirectory(prefix=f"{SPOOL}-", dir=parent)  # one of its own: runs may overlap
     except OSError as error:
         raise InputError("spool", str(parent), f"a folder that can be written ({error.strerror})") from error
-    try:
-        with folder as path:
-            yield Path(path)
-    finally:
-        if parent is not None:
-            with contextlib.suppress(OSError):  # another run may be at work there
-                parent.rmdir()
+    with folder as path:
+        yield Path(path)

@@ -3,9 +3,8 @@
 import os
 from typing import TypedDict
 
-from suite.kernels.attention.support import BACKENDS, backend_class
+from suite.kernels.attention.support import BACKENDS, SUPPORT, backend_class
 
-ATTENTION_FAMILIES = "MHA, SWA"  # what every registered backend serves so far
 REAL_LAUNCHERS = ("native", "interpreter")  # they run the backend's own kernels; `reference` only its index logic
 
 
@@ -35,7 +34,7 @@ def doctor_row(name: str, device: str) -> DoctorRow:
     reasons = [f"{launcher}: {reason}" for launcher, reason in refusals.items() if reason is not None]
     return DoctorRow(
         backend=name,
-        family=ATTENTION_FAMILIES,
+        family=", ".join(SUPPORT[name].families),
         usable=usable,
         launchers=[launcher for launcher, reason in refusals.items() if reason is None],
         refusal=None

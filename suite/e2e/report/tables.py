@@ -35,7 +35,7 @@ def print_show(run_id: str, rows: list[ShowRow]) -> None:
     header = ["cell", "pool", "launcher", "status", *names, "reason"]
     lines = (
         [
-            *(row["cell"], row["pool"], row["launcher"], status(row)),
+            *(escape(row["cell"]), row["pool"], row["launcher"], status(row)),
             *(value(row, name) for name in names),
             escape(row["reason"] or ""),
         ]
@@ -48,7 +48,7 @@ def print_compare(run_id: str, rows: list[CompareRow]) -> None:
     header = ["cell", "metric", "static", "unified", "delta", "verdict"]
     lines = (
         [
-            row["cell"],
+            escape(row["cell"]),
             row["metric"],
             number(row["static"]),
             number(row["unified"]),
@@ -76,7 +76,7 @@ def print_demo(run_id: str, rows: list[Ended]) -> None:
     header = ["model", "backend", "pool", "planted fault", "launcher", "status", *DEMO_METRICS.values()]
     lines = (
         [
-            *(row.show["model"], row.show["backend"], row.show["pool"], ", ".join(row.plants) or "-"),
+            *(escape(row.show["model"]), row.show["backend"], row.show["pool"], ", ".join(row.plants) or "-"),
             *(row.show["launcher"], status(row.show)),
             *(value(row.show, name, digits=4) for name in DEMO_METRICS),
         ]

@@ -3,7 +3,7 @@
 A span grows from one end of the buffer: the window sub-pool up, the full one down. Inside, pages
 are counted by *rank* from the span's own end, so that both directions share every line below:
 rank 0 is the page nearest the own end, `length` ranks are in use, and each of those is live, a hole,
-or pending (a page that was moved away from while the forward in flight may still read it).
+or pending (a page that was moved away from, or freed, while the forward in flight may still use it).
 """
 
 from collections.abc import Set
@@ -66,8 +66,12 @@ class Span:
         self.relocated[virtual] = False
         self.pool.zero_pages(self.kind, upload(pages, self.pool.device))
 
-    def unbind(self, virtual: list[int]) -> None:
-        """Turn pages into holes. Virtual pages that are not bound here (tombstones) are passed over."""
+    def unbind(self, virtual: list[int], written: Set[int]) -> None:
+        """Turn pages into holes. Virtual pages that are not bound here (tombstones) are passed over.
+
+        Pages of `written`, which the forward in flight writes, are pending until it ends: a survivor that
+        was moved there would be written over.
+        """
         bound = np.asarray(virtual)[self.map.host[virtual] > 0]
         if not len(bound):
             return
@@ -76,8 +80,10 @@ class Span:
         self.owner[pages] = UNMAPPED
         self.relocated[bound] = False
         self.pool.poison_pages(self.kind, upload(pages, self.pool.device))
-        self.state[self.rank_of(pages)] = HOLE
-        self.holes += len(pages)
+        pending = np.isin(bound, list(written))
+        self.state[self.rank_of(pages)] = np.where(pending, PENDING, HOLE)
+        self.pending += int(pending.sum())
+        self.holes += int((~pending).sum())
         self._retreat()
 
     def pack(self, *, keep: Set[int], forward_in_flight: bool, limit: int | None = None) -> int:

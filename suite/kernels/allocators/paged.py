@@ -3,6 +3,7 @@
 import abc
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ from suite.kernels.ids import KVKind
 from suite.kernels.pools import KVPool
 from suite.kernels.pools.static import StaticPool
 from suite.kernels.upload import upload
+
+if TYPE_CHECKING:
+    from suite.kernels.allocators.multi_ended import Span
 
 UNMAPPED = -1
 
@@ -57,9 +61,22 @@ class FreePages:
         self._queue.extend(pages)
         self._set.update(pages)
 
+    def check(self, name: str) -> None:
+        """Raise InvariantError when a page is in the list twice, or the sink is."""
+        if len(self._queue) != len(self._set):
+            raise InvariantError(f"{name}: free pages {len(self._queue)} != distinct free pages {len(self._set)}")
+        if 0 in self._set:
+            raise InvariantError(f"{name}: the sink, page 0, is in the free list")
+
 
 class PageAllocator(abc.ABC):
-    """Virtual pages of one runner. A virtual page is bound in every sub-pool of the runner at once."""
+    """Virtual pages of one runner. A virtual page is bound in every sub-pool of the runner at once.
+
+    Whether pages ever move is the allocator's own: callers tell it of every forward and ask it to pack, and
+    where nothing moves that does nothing.
+    """
+
+    spans: "tuple[Span, ...]" = ()  # the sub-pools whose pages move
 
     def __init__(self, pool: KVPool, virtual_pages: int) -> None:
         self.pool, self.page_size = pool, pool.geometry.page_size
@@ -74,6 +91,10 @@ class PageAllocator(abc.ABC):
     @abc.abstractmethod
     def available_pages(self) -> int:
         """Pages that `alloc` can give now, moves included."""
+
+    @abc.abstractmethod
+    def most_pages(self) -> int:
+        """Pages that `alloc` could give if nothing were live."""
 
     @abc.abstractmethod
     def _bind(self, virtual: list[int]) -> None: ...
@@ -120,6 +141,23 @@ class PageAllocator(abc.ABC):
             self._unbind_window(pages)
             self.mutations += 1
 
+    @property
+    @abc.abstractmethod
+    def pages_moved(self) -> int:
+        """Pages that compaction has moved so far."""
+
+    @abc.abstractmethod
+    def begin_forward(self, written: Sequence[int]) -> None:
+        """A forward that writes into these virtual pages is in flight until `end_forward`."""
+
+    @abc.abstractmethod
+    def end_forward(self) -> None:
+        """The forward in flight is done."""
+
+    @abc.abstractmethod
+    def compact(self, *, urgent: bool = False) -> int:
+        """Pack what can move; returns the number of pages moved."""
+
     def bytes_in_use(self) -> dict[KVKind, int]:
         return {
             pool.kind: self.live_pages(pool.kind) * self.pool.page_bytes(pool.kind) for pool in self.pool.geometry.pools
@@ -136,9 +174,10 @@ class PageAllocator(abc.ABC):
 
 
 class StaticAllocator(PageAllocator):
-    """Full pages are their own virtual pages; window pages come from a list of their own."""
+    """Full pages are their own virtual pages; window pages come from a list of their own. Nothing ever moves."""
 
     pool: StaticPool
+    pages_moved = 0
 
     def __init__(self, pool: StaticPool) -> None:
         super().__init__(pool, pool.num_pages(KVKind.FULL))
@@ -156,10 +195,22 @@ class StaticAllocator(PageAllocator):
             len(self.free_virtual) if self._window_map is None else min(len(self.free_virtual), len(self._free_window))
         )
 
+    def most_pages(self) -> int:
+        return min(self.pool.num_pages(pool.kind) for pool in self.pool.geometry.pools) - 1
+
     def live_pages(self, kind: KVKind) -> int:
         if kind is KVKind.FULL:
             return self.virtual_pages - 1 - len(self.free_virtual)
         return self.pool.num_pages(KVKind.WINDOW) - 1 - len(self._free_window)
+
+    def begin_forward(self, written: Sequence[int]) -> None:
+        """Nothing moves, so no forward is in the way of a move."""
+
+    def end_forward(self) -> None:
+        """As `begin_forward`."""
+
+    def compact(self, *, urgent: bool = False) -> int:
+        return 0
 
     def _bind(self, virtual: list[int]) -> None:
         device = self.pool.device
@@ -184,6 +235,8 @@ class StaticAllocator(PageAllocator):
             self._free_window.put(physical)
 
     def check(self) -> None:
+        self.free_virtual.check("virtual")
+        self._free_window.check("window")
         if self._window_map is None:
             return
         bound = self._window_map.host[1:]

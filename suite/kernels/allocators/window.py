@@ -6,6 +6,7 @@ of two. Moves are lazy: holes wait until somebody needs the room or a quiescent 
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from suite.errors import InvariantError
@@ -60,6 +61,11 @@ class UnifiedAllocator(PageAllocator):
         packed = self._joint([0] * len(self.spans), self.gap_bytes() + drained)
         return min(packed, len(self.free_virtual))
 
+    def most_pages(self) -> int:
+        first = self.pool.sink_bytes if self.window is None else self.window.plan.min_page * self.window.page_bytes
+        room = self.full.plan.num_pages * self.full.page_bytes - first
+        return min(self._joint([0] * len(self.spans), room), self.virtual_pages - 1)
+
     def _bindable(self) -> int:
         return self._joint([span.holes for span in self.spans], self.gap_bytes())
 
@@ -84,11 +90,11 @@ class UnifiedAllocator(PageAllocator):
 
     def _unbind(self, virtual: list[int]) -> None:
         for span in self.spans:
-            span.unbind(virtual)
+            span.unbind(virtual, self._written)
 
     def _unbind_window(self, virtual: list[int]) -> None:
         if self.window is not None:
-            self.window.unbind(virtual)
+            self.window.unbind(virtual, self._written)
 
     # -- moves -----------------------------------------------------------------------------------
 
@@ -112,18 +118,27 @@ class UnifiedAllocator(PageAllocator):
         if urgent and self._in_flight is not None:
             self._wait_for_forward()
             self.end_forward()
-        keep = self._in_flight if self._in_flight is not None else frozenset()
         limit = None if urgent else LAZY_MOVE_LIMIT
         moved = sum(
-            span.pack(keep=keep, forward_in_flight=self._in_flight is not None, limit=limit) for span in self.spans
+            span.pack(keep=self._written, forward_in_flight=self._in_flight is not None, limit=limit)
+            for span in self.spans
         )
         if moved:
             self.mutations += 1
         return moved
 
+    @property
+    def _written(self) -> frozenset[int]:
+        """Virtual pages that the forward in flight writes."""
+        return self._in_flight or frozenset()
+
     def check(self) -> None:
+        self.free_virtual.check("virtual")
         for span in self.spans:
             span.check()
+            for page in np.flatnonzero(span.map.host[:-1] > 0).tolist():
+                if page in self.free_virtual:
+                    raise InvariantError(f"{span.kind}: free virtual page {page} is bound to {span.map.host[page]}")
         live, free = self.full.live, len(self.free_virtual)
         if live + free != self.virtual_pages - 1:
             raise InvariantError(f"virtual: free {free} + live {live} != pages {self.virtual_pages - 1}")

@@ -55,6 +55,12 @@ class PageTableMetadata(Metadata):
     page_table: torch.Tensor
     window_page_table: torch.Tensor | None
 
+    def table_of(self, kind: KVKind) -> torch.Tensor:
+        table = self.page_table if kind is KVKind.FULL else self.window_page_table
+        if table is None:
+            raise TypeError("this batch has no window page table: its runner has no window pool")
+        return table
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CsrStream:

@@ -89,6 +89,12 @@ def refill_write_ids(stable: torch.Tensor, batch: ForwardBatch, kind: KVKind) ->
     return stable[: batch.size].copy_(written)
 
 
+def host_indptr(batch: ForwardBatch, translator: KVIndexTranslator, kind: KVKind) -> list[int]:
+    """[batch + 1] offsets of the requests' streams of sub-pool `kind`, without asking the device."""
+    starts = _starts(batch, translator, kind)
+    return list(accumulate((s - start for s, start in zip(batch.seq_lens_host, starts, strict=True)), initial=0))
+
+
 # -- inside ----------------------------------------------------------------------------------------
 
 
@@ -118,9 +124,7 @@ def _host_integers(batch: ForwardBatch, translator: KVIndexTranslator) -> list[i
     """[batch] seq_lens, [batch + 1] cu_query_lens, then per sub-pool [batch] starts and [batch + 1] indptr."""
     host = [*batch.seq_lens_host, *accumulate(batch.query_lens_host, initial=0)]
     for kind in _kinds(translator):
-        starts = _starts(batch, translator, kind)
-        lengths = (seq_len - start for seq_len, start in zip(batch.seq_lens_host, starts, strict=True))
-        host += [*starts, *accumulate(lengths, initial=0)]
+        host += [*_starts(batch, translator, kind), *host_indptr(batch, translator, kind)]
     return host
 
 

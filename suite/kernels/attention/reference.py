@@ -84,15 +84,22 @@ def execute(metadata: Metadata, layer: AttentionLayer, q: torch.Tensor, pool: KV
     return out
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, first_query: int) -> torch.Tensor:
-    """One request: q [queries, q_heads, head_dim] against k, v [keys, kv_heads, head_dim]; fp32 result like q.
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: AttentionLayer,
+    first_query: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """One request: q [queries, q_heads, head_dim] against k, v [keys, kv_heads, dim], computed in `dtype`.
 
     Query i stands where key `first_query + i` stands.
     """
     queries, keys, groups = q.shape[0], k.shape[0], layer.q_heads // layer.kv_heads
-    grouped = q.float().view(queries, layer.kv_heads, groups, layer.head_dim).permute(1, 2, 0, 3)
+    grouped = q.to(dtype).view(queries, layer.kv_heads, groups, layer.head_dim).permute(1, 2, 0, 3)
     # [kv_heads, groups * queries, keys]
-    scores = grouped.reshape(layer.kv_heads, groups * queries, -1) @ k.float().permute(1, 2, 0) * layer.scale
+    scores = grouped.reshape(layer.kv_heads, groups * queries, -1) @ k.to(dtype).permute(1, 2, 0) * layer.scale
     scores = scores.view(layer.kv_heads, groups, queries, keys)
     if queries > 1:
         distance = torch.arange(queries, device=q.device)[:, None] + first_query - torch.arange(keys, device=q.device)
@@ -100,13 +107,13 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLa
         scores = scores.masked_fill(hidden, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     if layer.sinks is not None:
-        sinks = layer.sinks.float().view(layer.kv_heads, groups, 1, 1)
+        sinks = layer.sinks.to(dtype).view(layer.kv_heads, groups, 1, 1)
         top = torch.maximum(top, sinks)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     if layer.sinks is not None:
         total = total + (sinks - top).exp()
-    weighted = (weights / total).reshape(layer.kv_heads, groups * queries, keys) @ v.float().permute(1, 0, 2)
+    weighted = (weights / total).reshape(layer.kv_heads, groups * queries, keys) @ v.to(dtype).permute(1, 0, 2)
     return weighted.view(layer.kv_heads, groups, queries, -1).permute(2, 0, 1, 3).reshape(queries, layer.q_heads, -1)
 
 

@@ -9,16 +9,20 @@ from suite.errors import InvariantError
 from suite.kernels.attention.base import AttentionBackend, CsrMetadata, CsrStream, Metadata
 from suite.kernels.attention.csr import CsrCapture, plan_csr
 from suite.kernels.attention.reference import execute
+from suite.kernels.attention.support import table_refusal
 from suite.kernels.batch import ForwardBatch, ForwardMode
-from suite.kernels.geometry import AttentionLayer, RunnerGeometry
+from suite.kernels.geometry import AttentionLayer, KVGeometry, RunnerGeometry
 from suite.kernels.ids import KVKind
-from suite.kernels.ops.decode_attention import decode_attention
+from suite.kernels.ops.decode_attention import MIN_TILE, decode_attention
 from suite.kernels.ops.extend_attention import extend_attention
 from suite.kernels.ops.interpreter import INTERPRETED, interpreter_reason
+from suite.kernels.ops.mla_decode import mla_attention
+from suite.kernels.ops.mla_tiles import MAX_SPLITS, programs_per_split, tile_for
 from suite.records import Launcher, PoolMode
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256  # a tile of queries, keys and values must fit the shared memory of one SM
+MAX_LATENT_DIM, MAX_ROPE_DIM = 512, 64  # of an MLA row; what fits there with room for two blocks of keys
 MIN_SPLIT_TOKENS = 256  # a shorter split costs more in the merge than it saves
 WAVES = 4  # decode programs per multiprocessor: enough to hide the last one's tail
 INTERPRETED_PROGRAMS = 8  # the interpreter runs programs one after the other
@@ -45,9 +49,15 @@ class TritonBackend(AttentionBackend):
     def refusal(
         cls, geometry: RunnerGeometry, pool: PoolMode, device: str, launcher: Launcher, sinks: bool
     ) -> str | None:
+        if reason := table_refusal(cls.name, geometry, pool, device, launcher, sinks):
+            return reason
         for kv in geometry.pools:
             if kv.dtype not in DTYPES:
                 return f"triton: needs {' or '.join(map(str, DTYPES))}, got {kv.dtype}"
+            if kv.is_latent:
+                if reason := _latent_refusal(kv, launcher):
+                    return reason
+                continue
             if kv.head_dim > MAX_HEAD_DIM:
                 return f"triton: needs head_dim <= {MAX_HEAD_DIM}, got {kv.head_dim}"
             if kv.v_row_bytes != kv.k_row_bytes:
@@ -76,7 +86,8 @@ class TritonBackend(AttentionBackend):
         stream = metadata.full if layer.kind is KVKind.FULL else metadata.window
         if stream is None:
             raise TypeError("triton: this batch has no window stream: its runner has no window pool")
-        return self._attend(layer, q, metadata, stream)
+        attend = self._attend_latent if layer.is_latent else self._attend
+        return attend(layer, q, metadata, stream)
 
     def _attend(self, layer: AttentionLayer, q: torch.Tensor, metadata: CsrMetadata, stream: CsrStream) -> torch.Tensor:
         k_view, v_view = self.pool.k_view(layer.index), self.pool.v_view(layer.index)
@@ -98,6 +109,30 @@ class TritonBackend(AttentionBackend):
             metadata.max_query_len,
         )
 
+    def _attend_latent(
+        self, layer: AttentionLayer, q: torch.Tensor, metadata: CsrMetadata, stream: CsrStream
+    ) -> torch.Tensor:
+        return mla_attention(
+            q,
+            self.pool.latent_view(layer.index),
+            metadata.cu_query_lens,
+            stream.indptr,
+            stream.indices,
+            layer.out_dim,
+            layer.scale,
+            metadata.max_query_len,
+            self.latent_splits(layer, metadata.seq_lens.numel(), metadata.max_query_len),
+        )
+
+    def latent_splits(self, layer: AttentionLayer, batch: int, max_query_len: int) -> int:
+        """Splits of every request's latent rows: one wave of programs, from sizes alone, as `decode_splits`."""
+        fitting = INTERPRETED_PROGRAMS
+        if not INTERPRETED:
+            fitting = tile_for(layer.q_heads, max_query_len).resident * _multiprocessors(self.pool.device)
+        fitting //= batch * programs_per_split(layer.q_heads, max_query_len)
+        longest = self.translator.req_to_token.shape[1]
+        return max(1, min(fitting, longest // MIN_SPLIT_TOKENS, MAX_SPLITS))
+
     def decode_splits(self, layer: AttentionLayer, batch: int) -> int:
         """Splits of every request's stream. From sizes that a captured batch shares with an eager one, not lengths."""
         longest = self.translator.req_to_token.shape[1]
@@ -106,6 +141,19 @@ class TritonBackend(AttentionBackend):
         programs = INTERPRETED_PROGRAMS if INTERPRETED else WAVES * _multiprocessors(self.pool.device)
         wanted = -(-programs // (batch * layer.kv_heads))
         return max(1, min(wanted, longest // MIN_SPLIT_TOKENS))
+
+
+def _latent_refusal(kv: KVGeometry, launcher: Launcher) -> str | None:
+    """Why our kernel does not take these latent rows; None when it does."""
+    widths = kv.value_dim, kv.head_dim - kv.value_dim
+    for width, most in zip(widths, (MAX_LATENT_DIM, MAX_ROPE_DIM), strict=True):
+        if width < MIN_TILE or width > most or width & (width - 1):
+            most_text = f"{MAX_LATENT_DIM} + {MAX_ROPE_DIM}"
+            need = f"latent rows of two powers of two from {MIN_TILE} to {most_text}"
+            return f"triton: needs {need}, got {widths[0]} + {widths[1]}"
+    if launcher == "native" and kv.dtype is torch.float32:
+        return "triton: needs torch.float16 or torch.bfloat16 for latent rows on a GPU, got torch.float32"
+    return None
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -32,9 +32,15 @@ def write_kv_torch(
     k_view: torch.Tensor, v_view: torch.Tensor | None, kernel_ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
 ) -> None:
     """The same in plain torch, for CPU tensors and for tests."""
-    k_view.index_copy_(0, kernel_ids.long(), k)
+    _store(k_view, kernel_ids, k)
     if v_view is not None and v is not None:
-        v_view.index_copy_(0, kernel_ids.long(), v)
+        _store(v_view, kernel_ids, v)
+
+
+def _store(view: torch.Tensor, kernel_ids: torch.Tensor, new: torch.Tensor) -> None:
+    if view.dtype.itemsize == 1:  # torch has no index copy of fp8, only of bytes
+        view, new = view.view(torch.uint8), new.view(torch.uint8)
+    view.index_copy_(0, kernel_ids.long(), new)
 
 
 def write_kv_triton(

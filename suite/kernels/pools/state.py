@@ -214,9 +214,7 @@ class VerifyScratch:
         self.conv: torch.Tensor | None = None
         if geometry.conv_dim:
             self.conv = torch.zeros(*shape, *geometry.window_shape, dtype=geometry.conv_dtype, device=pool.device)
-        self.temporal = torch.zeros(
-            *shape, *geometry.temporal_shape, dtype=geometry.temporal_dtype, device=pool.device
-        )
+        self.temporal = torch.zeros(*shape, *geometry.temporal_shape, dtype=geometry.temporal_dtype, device=pool.device)
 
     def rows(self, kernel_slots: torch.Tensor) -> torch.Tensor:
         """The row of every position of a batch: its own for a real slot, the shared one otherwise. int64 [batch]."""
@@ -230,18 +228,12 @@ class VerifyScratch:
         at = self.geometry.layers.index(layer)
         return StateViews(conv=None if self.conv is None else self.conv[at], temporal=self.temporal[at])
 
-    def commit(self, pool: StatePool, rows: torch.Tensor, slots: KernelSlots, commit_lens: torch.Tensor) -> None:
-        """Make the state after the first `commit_lens` [batch] draft tokens the committed one, over all layers.
+    def commit(self, pool: StatePool, rows: torch.Tensor, slots: KernelSlots, nodes: torch.Tensor) -> None:
+        """Make the state after draft token `nodes` [batch] the committed one, over all layers.
 
-        Rows with commit_lens <= 0 and negative slots are skipped: their committed state stays as it was.
+        Negative nodes and slots are skipped: their committed state stays as it was.
         """
-        kernel_slots = require_kernel_slots(slots, "commit")
-        self.copy_nodes(pool, rows, kernel_slots, commit_lens.long() - 1)
-
-    def copy_nodes(
-        self, pool: StatePool, rows: torch.Tensor, kernel_slots: torch.Tensor, nodes: torch.Tensor
-    ) -> None:
-        """Commit the state after draft token `nodes` [batch]: a tree's accepted leaf. Negative nodes are skipped."""
+        kernel_slots, nodes = require_kernel_slots(slots, "commit"), nodes.long()
         sources = torch.where(nodes >= 0, rows * self.draft_tokens + nodes, SKIP)
         scratch = [self.temporal] if self.conv is None else [self.conv, self.temporal]
         for stream, held in zip(pool.streams(), scratch, strict=True):

@@ -6,8 +6,8 @@ pages are found through the allocator's full-to-window map.
 
 import torch
 
-from suite.errors import InputError
-from suite.kernels.geometry import RunnerGeometry
+from suite.errors import InputError, PageMapRangeError
+from suite.kernels.geometry import INT32_MAX, RunnerGeometry
 from suite.kernels.ids import KVKind
 from suite.kernels.pools import POISON, KVPool
 
@@ -26,7 +26,8 @@ class StaticPool(KVPool):
             count = pages.get(pool.kind, 0)
             if count < 2:
                 raise InputError(f"pages[{pool.kind}]", count, "at least 2: the sink and one page")
-            rows = count * pool.page_size
+            if (rows := count * pool.page_size) > INT32_MAX:
+                raise PageMapRangeError(f"{pool.kind}.kernel_ids", rows, f"at most {INT32_MAX}: page tables hold int32")
             for layer in pool.layers:
                 self._k[layer] = self._rows(rows, pool.kv_heads, pool.head_dim, pool.dtype)
                 if pool.is_latent:
