@@ -14,12 +14,15 @@ token-major (`unified_token_major`): token after token, each with all its layers
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from suite.errors import InputError, PageMapRangeError, PoolTooSmallError, UnequalRowsError
 from suite.kernels.ids import KVKind
-from suite.records import PoolMode
+
+if TYPE_CHECKING:
+    from suite.records import PoolMode  # training a model needs geometry, and no records
 
 INT32_MAX = 2**31 - 1
 ROW_ALIGN_BYTES = 16  # vector loads and stores of every vendor kernel
@@ -110,12 +113,12 @@ class KVGeometry:
         """One token's rows of one layer."""
         return self.k_row_bytes + self.v_row_bytes
 
-    def entry_bytes(self, mode: PoolMode) -> int:
+    def entry_bytes(self, mode: "PoolMode") -> int:
         """One token's rows of all layers, as a pool of `mode` lays them out."""
         exact = len(self.layers) * self.layer_bytes
         return -(-exact // ENTRY_ALIGN_BYTES) * ENTRY_ALIGN_BYTES if mode == "unified_token_major" else exact
 
-    def page_bytes(self, mode: PoolMode) -> int:
+    def page_bytes(self, mode: "PoolMode") -> int:
         return self.page_size * self.entry_bytes(mode)
 
     @property
@@ -210,7 +213,7 @@ class SpanPlan:
 
 
 def plan_buffer(
-    geometry: RunnerGeometry, mode: PoolMode, buffer_bytes: int, max_request_tokens: int
+    geometry: RunnerGeometry, mode: "PoolMode", buffer_bytes: int, max_request_tokens: int
 ) -> tuple[int, dict[KVKind, SpanPlan]]:
     """Size every sub-pool against one shared buffer of layout `mode`.
 
@@ -245,7 +248,7 @@ def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def bytes_for_pages(geometry: RunnerGeometry, mode: PoolMode, pages: int) -> int:
+def bytes_for_pages(geometry: RunnerGeometry, mode: "PoolMode", pages: int) -> int:
     """Bytes of a buffer that holds its sink and `pages` pages, each bound in every sub-pool."""
     sizes = [pool.page_bytes(mode) for pool in geometry.pools]
     need = max(sizes) + (pages + 1) * sum(sizes)  # one more: frontiers of two page sizes need not meet

@@ -107,11 +107,15 @@ def time_layer(rig: KernelRig, backend: AttentionBackend, layer: AttentionLayer)
     return {f"{name}.{layer.kind}": _metric(name, value, n) for name, (value, n) in found.items()}
 
 
-def copy_tb_per_s(size: int = 2**31) -> float:
-    """Bytes read and written per second by a large device-to-device copy, in TB/s."""
-    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+def copy_tb_per_s(elements: int = 2**29) -> float:
+    """Bytes read and written per second by a large elementwise kernel, in TB/s: the ceiling of a kernel.
+
+    Not a copy: a graph replays one on the copy engine, which is slower than the memory.
+    """
+    source = torch.zeros(elements, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * size / statistics.median(cold_times_us(lambda: target.copy_(source), 10)) * 1e-6
+    moved = 2 * source.nbytes
+    return moved / statistics.median(cold_times_us(lambda: torch.neg(source, out=target), 10)) * 1e-6
 
 
 def _times_us(run: Callable[[], object], rig: KernelRig) -> list[float]:
