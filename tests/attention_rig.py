@@ -25,7 +25,7 @@ Work = dict[int, int]  # request row -> new tokens
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, dtype: torch.dtype) -> torch.Tensor:
     """One request: newest queries q [queries, q_heads, dim] over all of k, v [keys, kv_heads, dim], in `dtype`."""
     queries, keys, groups = q.shape[0], k.shape[0], layer.q_heads // layer.kv_heads
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=dtype, device=q.device)
     position = torch.arange(keys - queries, keys, device=q.device)[:, None]
     key = torch.arange(keys, device=q.device)[None]
     hidden = key > position
@@ -79,6 +79,7 @@ class Rig:
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
+    v_head_dim: int | None = None
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     context: int = 96
@@ -109,7 +110,7 @@ class Rig:
             pool=self.pool, translator=self.translator, launcher=self.launcher, sinks=self.sinks
         )
         self.memory = {
-            (layer.index, row): (self.randn(0, self.kv_heads), self.randn(0, self.kv_heads))
+            (layer.index, row): (self.randn(0, self.kv_heads), self.randn(0, self.kv_heads, self.v_head_dim))
             for layer in self.layers
             for row in range(1, self.requests + 1)
         }
@@ -123,13 +124,14 @@ class Rig:
             q_heads=self.q_heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
             scale=self.head_dim**-0.5,
             window=None if index in (0, 2) else self.window,
             sinks=sinks if self.sinks else None,
         )
 
-    def randn(self, tokens: int, heads: int) -> torch.Tensor:
-        values = torch.randn(tokens, heads, self.head_dim, generator=self.random)
+    def randn(self, tokens: int, heads: int, dim: int | None = None) -> torch.Tensor:
+        values = torch.randn(tokens, heads, dim or self.head_dim, generator=self.random)
         return values.to(self.dtype).to(self.device)
 
     def batch(self, work: Work, mode: ForwardMode | None = None, pad_to: int = 0) -> ForwardBatch:
@@ -177,9 +179,10 @@ class Rig:
         step = Step(batch, metadata, {}, {}, {}, {})
         tokens = batch.input_ids.numel()
         for layer in self.layers:
-            q, k, v = (self.randn(tokens, heads) for heads in (self.q_heads, self.kv_heads, self.kv_heads))
+            q, k = self.randn(tokens, self.q_heads), self.randn(tokens, self.kv_heads)
+            v = self.randn(tokens, self.kv_heads, self.v_head_dim)
             out = self.attention.forward(layer, q, k, v, metadata)
-            assert out.shape == q.shape
+            assert out.shape == (tokens, self.q_heads, layer.out_dim)
             assert out.dtype == q.dtype
             live = sum(work.values())
             step.q[layer.index], step.out[layer.index] = q, out[:live]
@@ -213,7 +216,10 @@ class Rig:
         self.allocator.free(self.pages[row])
         self.pages[row], self.lengths[row] = [], 0
         for layer in self.layers:
-            self.memory[layer.index, row] = (self.randn(0, self.kv_heads), self.randn(0, self.kv_heads))
+            self.memory[layer.index, row] = (
+                self.randn(0, self.kv_heads),
+                self.randn(0, self.kv_heads, self.v_head_dim),
+            )
 
     def move(self) -> int:
         """Pack the unified pool; 0 on a static one, where nothing ever moves."""

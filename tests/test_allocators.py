@@ -4,6 +4,8 @@ Each live page is stamped with its virtual number in every layer's rows, so a lo
 misplaced move shows as a wrong stamp and not as a plausible map.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -32,9 +34,13 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize(
         mode=st.sampled_from(["static", "unified", "unified_token_major"]),
         shape=st.sampled_from([(4, 2, 3), (4, 3, 1), (1, 2, 2), (4, 2, 0)]),
+        eager=st.booleans(),
     )
-    def setup(self, mode, shape):
-        self.allocator = allocator_of(mode, geometry(*shape))
+    def setup(self, mode, shape, eager):
+        self.allocator = allocator_of(mode, geometry(*shape), eager=eager)
+        self.eager = eager and mode != "static"
+        self.held: contextlib.ExitStack | None = None
+        self.places: dict[int, list[int]] = {}
         self.unified = mode != "static"
         self.live: dict[int, bool] = {}
         self.forward = False
@@ -73,14 +79,18 @@ class AllocatorMachine(RuleBasedStateMachine):
     def free(self, data):
         pages = data.draw(st.lists(st.sampled_from(sorted(self.live)), unique=True, max_size=6))
         self.allocator.free(pages)
+        self.packed_eagerly(pages)
         for page in pages:
             del self.live[page]
+            self.places.pop(page, None)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def evict(self, data):
         pages = data.draw(st.lists(st.sampled_from(sorted(self.live)), unique=True, max_size=6))
         self.allocator.evict_window(pages)
+        if self.allocator.pool.geometry.window is not None:
+            self.packed_eagerly(pages)
         self.live |= dict.fromkeys(pages, False)
 
     @precondition(lambda self: self.unified and not self.forward)
@@ -105,7 +115,10 @@ class AllocatorMachine(RuleBasedStateMachine):
             for kind in (pool.kind for pool in self.allocator.pool.geometry.pools)
             for page in self.written & set(self.live)
         }
-        self.allocator.compact(urgent=urgent)
+        moved = self.allocator.compact(urgent=urgent)
+        if self.held:
+            assert moved == 0, "moved a page while moves were held"
+            return
         if urgent:
             self.forward = False
         if self.forward:
@@ -113,6 +126,35 @@ class AllocatorMachine(RuleBasedStateMachine):
                 assert int(self.allocator.page_map(kind)[page]) == at, "moved a page that the forward writes"
         else:
             assert not any(span.holes for span in self.allocator.spans), "packing left a hole"
+
+    @precondition(lambda self: not self.held)
+    @rule()
+    def hold_moves(self):
+        self.held = contextlib.ExitStack()
+        self.held.enter_context(self.allocator.hold_moves())
+        self.places = {page: self.where(page) for page in self.live}
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def let_moves_go(self):
+        self.held.close()
+        self.held = None
+
+    def where(self, page):
+        return [physical_rows(self.allocator, pool.kind, page) for pool in self.allocator.pool.geometry.pools]
+
+    def packed_eagerly(self, pages):
+        """An eager allocator has packed by now, for which it waited for the forward in flight."""
+        if self.eager and pages and not self.held:
+            self.forward = False
+            assert not any(span.holes for span in self.allocator.spans)
+
+    @invariant()
+    def nothing_moves_while_moves_are_held(self):
+        if hasattr(self, "allocator") and self.held:
+            for page in set(self.places) & set(self.live):
+                now = self.where(page)
+                assert all(a == b or b is None for a, b in zip(self.places[page], now, strict=True))
 
     @invariant()
     def books_balance(self):

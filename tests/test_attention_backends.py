@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from suite.errors import UnequalRowsError
 from suite.kernels.batch import ForwardMode
 from suite.kernels.ops import extend_attention
 from tests.attention_rig import Rig
@@ -95,3 +96,20 @@ def test_pools_agree_to_the_bit(backend, launcher):
         one, other = (rig.step(work) for rig in rigs)
         for layer in one.out:
             assert torch.equal(one.out[layer], other.out[layer]), f"layer {layer}"
+
+
+@pytest.mark.parametrize(("backend", "launcher"), [("reference", "reference"), ("triton", "interpreter")])
+@pytest.mark.parametrize("mode", ["static", "unified_token_major"])
+def test_values_may_be_narrower_or_wider_than_keys(backend, launcher, mode):
+    """Rows of unequal width, where the layout allows them; the page-major pool refuses them."""
+    for v_head_dim in (8, 32):
+        rig = Rig(mode, backend, launcher, 4, window=W, v_head_dim=v_head_dim)
+        rig.step({3: 30, 1: 9, 2: W + 7}, mode=ForwardMode.EXTEND).assert_earned()
+        rig.release(3)
+        assert (rig.move() > 0) is (mode != "static")
+        rig.step({1: 1, 2: 1}).assert_earned()
+
+
+def test_the_page_major_pool_refuses_unequal_rows():
+    with pytest.raises(UnequalRowsError, match=r"full.v_row_bytes: got 64, expected 128"):
+        Rig("unified", "reference", "reference", 4, v_head_dim=8)

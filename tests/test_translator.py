@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from suite.errors import InputError
+from suite.errors import InputError, InvariantError
 from suite.kernels.batch import ForwardBatch, ForwardMode
 from suite.kernels.ids import KVKind, VirtualIds
 from suite.kernels.translator import KVIndexTranslator
@@ -175,7 +175,10 @@ def test_export_names_the_bytes_after_compaction():
     rig = Rig("unified", (9, 13))
     virtual = torch.tensor([page * 4 for page in rig.pages[1]])
     for kind in KVKind:
-        exported = rig.translator.export_ids(VirtualIds(virtual), kind).tensor
+        with pytest.raises(InvariantError, match="moves held False != True"):
+            rig.translator.export_ids(VirtualIds(virtual), kind)
+        with rig.allocator.hold_moves():
+            exported = rig.translator.export_ids(VirtualIds(virtual), kind).tensor
         span = rig.allocator._span(kind)
         assert exported.tolist() == [int(span.map.host[page]) * 4 for page in rig.pages[1]]
         assert exported.tolist() != virtual.tolist()

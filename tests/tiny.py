@@ -70,14 +70,16 @@ def geometry(
     )
 
 
-def allocator(mode: str, shape: RunnerGeometry, pages: int = 24, *, poison: bool = True) -> PageAllocator:
+def allocator(
+    mode: str, shape: RunnerGeometry, pages: int = 24, *, poison: bool = True, eager: bool = False
+) -> PageAllocator:
     """About `pages` joint pages; the static window pool gets half as many."""
     if mode == "static":
         counts = {pool.kind: pages // (1 + (pool.kind is KVKind.WINDOW)) for pool in shape.pools}
         return StaticAllocator(StaticPool(shape, counts, "cpu", poison=poison))
     page_bytes = sum(pool.page_bytes(mode) for pool in shape.pools)
     pool_class = TokenMajorPool if mode == "unified_token_major" else UnifiedPool
-    return UnifiedAllocator(pool_class(shape, max(pages * page_bytes, 8192), 8, "cpu", poison=poison))
+    return UnifiedAllocator(pool_class(shape, max(pages * page_bytes, 8192), 8, "cpu", poison=poison), eager=eager)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from suite.errors import InputError
+from suite.errors import InputError, InvariantError
 from suite.kernels.batch import ForwardBatch
 from suite.kernels.ids import KernelIds, KVKind, PhysicalIds, VirtualIds, require_virtual
 from suite.kernels.ops.read_stream import read_stream
@@ -26,6 +26,10 @@ class MappingAllocator(Protocol):
 
     pool: KVPool
     mutations: int  # grows with every change of any page map
+
+    @property
+    def moves_are_held(self) -> bool:
+        """Whether every page stays where it is."""
 
     def page_map(self, kind: KVKind) -> torch.Tensor | None:
         """Virtual page -> physical page, int64 [virtual pages + 1], -1 unmapped; None where they coincide."""
@@ -159,8 +163,13 @@ class KVIndexTranslator:
         return KernelIds(self._translate(ids, KVKind.WINDOW, "sliding_window_write_loc_for"), KVKind.WINDOW)
 
     def export_ids(self, ids: VirtualIds, kind: KVKind) -> PhysicalIds:
-        """Physical slots for a hand-off that copies bytes; valid until the next page move."""
+        """Physical slots for a hand-off that copies bytes by them, inside the allocator's `hold_moves`.
+
+        InvariantError where a page could move under the copy.
+        """
         virtual = require_virtual(ids, "export_ids")
+        if self.owns_ids and not self.allocator.moves_are_held:
+            raise InvariantError("export_ids: moves held False != True: a page may move while its bytes are copied")
         page_map, _ = self._map(kind)
         return PhysicalIds(virtual if page_map is None else write_loc(virtual, page_map, 1, self.page_size), kind)
 

@@ -1,8 +1,9 @@
 """Page maps, the virtual page list, and the allocator of the static pool."""
 
 import abc
+import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,6 +78,7 @@ class PageAllocator(abc.ABC):
     """
 
     spans: "tuple[Span, ...]" = ()  # the sub-pools whose pages move
+    moves_are_held = True  # whether every page stays where it is, for now or forever
 
     def __init__(self, pool: KVPool, virtual_pages: int) -> None:
         self.pool, self.page_size = pool, pool.geometry.page_size
@@ -153,6 +155,14 @@ class PageAllocator(abc.ABC):
     @abc.abstractmethod
     def end_forward(self) -> None:
         """The forward in flight is done."""
+
+    @contextlib.contextmanager
+    def hold_moves(self) -> Iterator[None]:
+        """A gate: no page moves inside the block, while rows are copied out or in by physical id.
+
+        Pages are allocated and freed as before; what only a move could make room for is not available.
+        """
+        yield
 
     @abc.abstractmethod
     def compact(self, *, urgent: bool = False) -> int:

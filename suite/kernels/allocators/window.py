@@ -4,7 +4,8 @@ A virtual page is bound in both at once, so what can be had is one joint number,
 of two. Moves are lazy: holes wait until somebody needs the room or a quiescent point comes.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,11 +20,16 @@ LAZY_MOVE_LIMIT = 4096  # pages per sub-pool that one quiescent point may move
 
 
 class UnifiedAllocator(PageAllocator):
-    """`wait_for_forward` is called before an urgent compaction while a forward is in flight."""
+    """`wait_for_forward` is called before an urgent compaction while a forward is in flight.
+
+    With `eager`, every free packs at once instead of leaving holes: simpler to reason about, and slower.
+    """
 
     pool: UnifiedPool
 
-    def __init__(self, pool: UnifiedPool, *, wait_for_forward: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, pool: UnifiedPool, *, wait_for_forward: Callable[[], None] | None = None, eager: bool = False
+    ) -> None:
         plan = pool.spans[KVKind.FULL]
         super().__init__(pool, plan.num_pages)
         self.full = Span(pool, plan, grows_up=False, virtual_pages=self.virtual_pages)
@@ -33,6 +39,7 @@ class UnifiedAllocator(PageAllocator):
         self.spans = (self.full,) if self.window is None else (self.full, self.window)
         self._wait_for_forward = wait_for_forward or (lambda: None)
         self._in_flight: frozenset[int] | None = None
+        self._eager, self._holds = eager, 0
 
     def page_map(self, kind: KVKind) -> torch.Tensor:
         return self._span(kind).map.device
@@ -56,7 +63,12 @@ class UnifiedAllocator(PageAllocator):
         return min(self._bindable(), len(self.free_virtual))
 
     def available_pages(self) -> int:
-        """Pages that can be bound once every hole is packed away; pending pages count, as packing waits for them."""
+        """Pages that can be bound once every hole is packed away; pending pages count, as packing waits for them.
+
+        While moves are held, only what needs none.
+        """
+        if self.moves_are_held:
+            return self.capacity_pages()
         drained = sum((span.holes + span.pending) * span.page_bytes for span in self.spans)
         packed = self._joint([0] * len(self.spans), self.gap_bytes() + drained)
         return min(packed, len(self.free_virtual))
@@ -91,10 +103,14 @@ class UnifiedAllocator(PageAllocator):
     def _unbind(self, virtual: list[int]) -> None:
         for span in self.spans:
             span.unbind(virtual, self._written)
+        if self._eager:
+            self.compact(urgent=True)
 
     def _unbind_window(self, virtual: list[int]) -> None:
         if self.window is not None:
             self.window.unbind(virtual, self._written)
+            if self._eager:
+                self.compact(urgent=True)
 
     # -- moves -----------------------------------------------------------------------------------
 
@@ -109,12 +125,27 @@ class UnifiedAllocator(PageAllocator):
         for span in self.spans:
             span.forward_done()
 
+    @property
+    def moves_are_held(self) -> bool:  # type: ignore[override]
+        return self._holds > 0
+
+    @contextlib.contextmanager
+    def hold_moves(self) -> Iterator[None]:
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+
     def compact(self, *, urgent: bool = False) -> int:
         """Pack every span; returns the number of pages moved.
 
         Lazy (the default) moves at most 4,096 pages per span and never one that the forward in flight
         writes; its sources stay unusable until that forward ends. Urgent waits for the forward first.
+        Moves nothing while moves are held.
         """
+        if self.moves_are_held:
+            return 0
         if urgent and self._in_flight is not None:
             self._wait_for_forward()
             self.end_forward()

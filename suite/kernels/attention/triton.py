@@ -60,8 +60,6 @@ class TritonBackend(AttentionBackend):
                 continue
             if kv.head_dim > MAX_HEAD_DIM:
                 return f"triton: needs head_dim <= {MAX_HEAD_DIM}, got {kv.head_dim}"
-            if kv.v_row_bytes != kv.k_row_bytes:
-                return f"triton: needs equal K and V rows, got {kv.k_row_bytes} and {kv.v_row_bytes} bytes"
         return cls.launcher_refusal(device, launcher)
 
     def plan(self, batch: ForwardBatch) -> CsrMetadata:
