@@ -294,3 +294,20 @@ def test_most_pages_is_what_an_empty_allocator_gives(mode, shape):
     assert most == allocator.available_pages() > 0
     allocator.alloc(2)
     assert allocator.most_pages() == most
+
+
+@pytest.mark.parametrize("mode", ["unified", "unified_token_major"])
+def test_held_moves_make_no_room(mode):
+    """Holes that only packing could join are no room while moves are held; nothing is taken, nothing overlaps."""
+    allocator = allocator_of(mode, geometry())
+    pages = allocator.alloc(allocator.available_pages())
+    allocator.evict_window(pages[::2])  # window holes: room for joint pages only once they are packed away
+    packed = allocator.available_pages()
+    with allocator.hold_moves():
+        now = allocator.available_pages()
+        assert now == allocator.capacity_pages() < packed
+        with pytest.raises(OutOfPagesError, match=f"asked for {packed} pages, {now} available"):
+            allocator.alloc(packed)
+        allocator.check()
+    assert len(allocator.alloc(packed)) == packed
+    allocator.check()

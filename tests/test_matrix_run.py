@@ -231,12 +231,23 @@ write(outcome)
     (tmp_path / "matrix.toml").write_text(MATRIX.format(model=str(tmp_path)))
     (tmp_path / "driver.py").write_text(DRIVER.format(root=str(ROOT), command=child(tmp_path, body)))
     arguments = [sys.executable, "driver.py", "run", "matrix.toml", "--json"]
-    parent = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(parent.pid, number)
-    stdout, stderr = parent.communicate(timeout=20)
+    with subprocess.Popen(
+        arguments,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a background job of a shell starts with SIGINT ignored, and an ignored signal stays ignored
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    ) as parent:
+        try:
+            deadline = time.monotonic() + 20
+            while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            os.kill(parent.pid, number)
+            stdout, stderr = parent.communicate(timeout=20)
+        finally:
+            parent.kill()
     assert parent.returncode == 130, stderr
     summary = json.loads(stdout.splitlines()[-1])
     assert {name: summary[name] for name in STATUSES if summary[name]} == {"passed": 1, "skipped": 5}
@@ -261,14 +272,16 @@ def test_runs_that_overlap_do_not_take_each_others_spool(engine):
 
 
 def test_a_signal_that_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Stop().listening():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, hangup)
+        signal.signal(signal.SIGINT, interrupt)
 
 
 ORPHAN = """
