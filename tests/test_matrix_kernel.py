@@ -1,11 +1,12 @@
 """Kernel cells: planned from TOML, measured in every pool mode, equal to the bit, and wrong when a read is."""
 
 import pytest
+import torch
 
 from suite.e2e.matrix.judge import judge
 from suite.e2e.matrix.kernel_rig import KernelRig
 from suite.e2e.matrix.measure_kernel import measure_kernel
-from suite.e2e.matrix.plan import parse_plan
+from suite.e2e.matrix.plan import parse_plan, with_plant
 from suite.errors import InputError, RefusedError, UnknownNameError
 from suite.kernels.shapes import SHAPES
 from suite.kernels.translator import KVIndexTranslator
@@ -131,3 +132,24 @@ def test_plans_check_shape_and_workload():
     with pytest.raises(InputError, match=r"workloads.decode.query_tokens: got 51, expected at most 50"):
         parse_plan(bad)
     assert "gpt-oss-20b" in SHAPES
+
+
+def test_a_kernel_cell_takes_no_plant():
+    """Faults are planted into engines: a plan that would run one as if it were planted is refused."""
+    with pytest.raises(InputError, match=r"plant: got 'read_skips_translation', expected a matrix with an engine cell"):
+        with_plant(parse_plan(matrix()), "read_skips_translation")
+
+
+def test_raw_times_are_kept():
+    outcome = outcomes(pool=["static"])["static"]
+    kept = {samples.metric: samples.shape for samples in outcome.samples}
+    assert kept["layer_us.full"] == kept["metadata_us.window"] == (2,)
+    assert "output" in kept
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("launcher", ["native", "reference"])
+def test_a_missing_gpu_is_a_refusal(launcher):
+    (planned,) = parse_plan(matrix(device="cuda", launcher=launcher)).cells
+    with pytest.raises(RefusedError, match="reference: needs a CUDA device, got a machine where torch finds none"):
+        measure_kernel(CellJob(cell=planned.cell, arm=planned.arms[0], block=0, timeout_s=60))

@@ -9,6 +9,7 @@ import random
 import torch
 
 from suite.e2e.engine.engine import build_allocator
+from suite.e2e.matrix.device import DTYPES
 from suite.kernels.batch import ForwardBatch, ForwardMode
 from suite.kernels.geometry import AttentionLayer, RunnerGeometry, pages_for
 from suite.kernels.ids import VirtualIds
@@ -16,7 +17,6 @@ from suite.kernels.shapes import attention_layers
 from suite.kernels.translator import KVIndexTranslator
 from suite.records import Cell, KernelWorkload, PoolMode
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BALLAST_SHARE = 0.75  # of the requests' pages; as many of those move when it is given back
 
 

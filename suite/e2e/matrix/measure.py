@@ -16,7 +16,7 @@ from suite.e2e.engine.engine import Engine, EngineConfig
 from suite.e2e.engine.requests import Request
 from suite.e2e.engine.runner import NonFiniteLogitsError
 from suite.e2e.faults.planting import plant
-from suite.errors import RefusedError
+from suite.e2e.matrix.device import DTYPES, prepare_device
 from suite.kernels.attention.support import kernel_library
 from suite.models.loader import load_model
 from suite.models.registry import resolve_model
@@ -24,17 +24,11 @@ from suite.models.tokenizer import load_tokenizer
 from suite.provenance import provenance
 from suite.records import CellJob, Metric, Outcome, Samples, Workload, canonical_json, metric_kind
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def measure(job: CellJob) -> Outcome:
     """Run one (cell, arm). Raises RefusedError when the backend cannot serve, InputError for bad input."""
     cell, workload = job.cell, job.cell.workload
-    if cell.device == "cuda" and not torch.cuda.is_available():
-        raise RefusedError(f"{cell.backend}: needs a CUDA device, got a machine where torch finds none")
-    torch.manual_seed(cell.seed)
-    if cell.device == "cpu":
-        torch.set_num_threads(1)  # small matrices gain nothing from more, and lose all where cores are shared
+    prepare_device(cell)
     folder = resolve_model(cell.model)
     model = load_model(folder, dtype=DTYPES[cell.dtype], device=cell.device)
     tokenizer = load_tokenizer(folder)

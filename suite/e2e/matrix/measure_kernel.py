@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from suite.e2e.matrix.kernel_rig import DTYPES, KernelRig
+from suite.e2e.matrix.device import DTYPES, prepare_device
+from suite.e2e.matrix.kernel_rig import KernelRig
 from suite.errors import InputError, RefusedError
 from suite.kernels.attention.base import AttentionBackend
 from suite.kernels.attention.csr import window_start
@@ -31,8 +32,7 @@ def measure_kernel(job: CellJob) -> Outcome:
     cell, workload = job.cell, job.cell.workload
     if not isinstance(workload, KernelWorkload):
         raise InputError("workload", workload.name, "a kernel workload: batch, tokens, query_tokens")
-    if cell.device == "cpu":
-        torch.set_num_threads(1)  # as in an engine cell
+    prepare_device(cell)
     layers = attention_layers(cell.model, cell.device)
     sinks = any(layer.sinks is not None for layer in layers)
     cls = backend_class(cell.backend)
@@ -50,18 +50,23 @@ def measure_kernel(job: CellJob) -> Outcome:
         samples.append(out.reshape(-1))
         worst = max(worst, ratio)
     metrics["error_ratio"] = _metric("error_ratio", worst, len(kinds))
+    output = Samples.pack("output", torch.cat(samples).numpy())
     facts = {
         "launcher": backend.launcher,
         "provenance": provenance(cell.device, kernel_library(cell.backend, backend.launcher)),
         "prompt_hash": content_hash((cell.model, cell.dtype, cell.seed, workload)),  # both arms hold the same numbers
-        "samples": (Samples.pack("output", torch.cat(samples).numpy()),),
     }
     if not worst <= 1.0:
         reason = f"error against fp32 is {worst:.3g} of what bf16 arithmetic earns, expected at most 1"
-        return Outcome(status="wrong", reason_code="inaccurate", reason=reason, metrics=metrics, **facts)
+        return Outcome(
+            status="wrong", reason_code="inaccurate", reason=reason, metrics=metrics, samples=(output,), **facts
+        )
+    timings: list[Samples] = []
     for layer in kinds.values():
-        metrics |= time_layer(rig, backend, layer)
-    return Outcome(status="passed", metrics=metrics, **facts)
+        found, times = time_layer(rig, backend, layer)
+        metrics |= found
+        timings += [Samples.pack(name, values) for name, values in times.items()]
+    return Outcome(status="passed", metrics=metrics, samples=(output, *timings), **facts)
 
 
 def check_layer(rig: KernelRig, backend: AttentionBackend, layer: AttentionLayer) -> tuple[torch.Tensor, float]:
@@ -86,8 +91,10 @@ def check_layer(rig: KernelRig, backend: AttentionBackend, layer: AttentionLayer
     return torch.cat(kept), worst
 
 
-def time_layer(rig: KernelRig, backend: AttentionBackend, layer: AttentionLayer) -> dict[str, Metric]:
-    """Latency of the layer, of its write and of the batch's metadata, and the KV bytes it must read."""
+def time_layer(
+    rig: KernelRig, backend: AttentionBackend, layer: AttentionLayer
+) -> tuple[dict[str, Metric], dict[str, list[float]]]:
+    """Latency of the layer, of its write and of the batch's metadata, and the KV bytes it must read; raw times too."""
     metadata, q, (k, v) = backend.plan(rig.batch), rig.queries(layer), rig.newest(layer)
     ids = metadata.write_ids_of(layer.kind)
     work: dict[str, Callable[[], object]] = {
@@ -104,7 +111,8 @@ def time_layer(rig: KernelRig, backend: AttentionBackend, layer: AttentionLayer)
     found["tb_per_s"] = (kv_bytes / max(attention_us, 1e-3) * 1e-6, found["layer_us"][1])
     if rig.device.type == "cuda":
         found["copy_share"] = (found["tb_per_s"][0] / copy_tb_per_s(), 1)
-    return {f"{name}.{layer.kind}": _metric(name, value, n) for name, (value, n) in found.items()}
+    metrics = {f"{name}.{layer.kind}": _metric(name, value, n) for name, (value, n) in found.items()}
+    return metrics, {f"{name}.{layer.kind}": values for name, values in times.items()}
 
 
 def copy_tb_per_s(elements: int = 2**29) -> float:

@@ -196,16 +196,16 @@ def plan_entry(field: str, fields: Table, workloads: dict[str, Workload | Kernel
 
 
 def with_plant(plan: Plan, fault: str) -> Plan:
-    """`plan` with one arm more: the unified pool with `fault` in it, in the first cell that compares the two pools."""
+    """`plan` with one arm more: the unified pool with `fault` in it, in the first engine cell of both pools."""
     if fault not in FAULTS:
         raise UnknownNameError("plant", fault, FAULTS)
     planned: list[PlannedCell] = list(plan.cells)
     for index, cell in enumerate(planned):
-        if {arm.pool for arm in cell.arms} >= {"static", "unified"}:
+        if cell.cell.family == "engine" and {arm.pool for arm in cell.arms} >= {"static", "unified"}:
             arms = (*cell.arms, Arm(pool="unified", plants=(fault,)))
             planned[index] = PlannedCell(cell=cell.cell, arms=arms, timeout_s=cell.timeout_s)
             return Plan(name=plan.name, cells=tuple(planned))
-    raise InputError("plant", fault, "a matrix with a cell of both pools, static and unified")
+    raise InputError("plant", fault, "a matrix with an engine cell of both pools, static and unified")
 
 
 def cell_text(cell: Cell) -> str:
