@@ -118,7 +118,7 @@ def time_layer(
 def copy_tb_per_s(elements: int = 2**29) -> float:
     """Bytes read and written per second by a large elementwise kernel, in TB/s: the ceiling of a kernel.
 
-    Not a copy: a graph replays one on the copy engine, which is slower than the memory.
+    Not a copy: replayed from a graph, one read 2.7 TB/s on an H200 whose kernels reach 4.2.
     """
     source = torch.zeros(elements, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
