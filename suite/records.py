@@ -133,6 +133,11 @@ class Metric(Record, frozen=True):
     unit: str
     n: int
 
+    @classmethod
+    def of(cls, name: str, value: float, n: int) -> "Metric":
+        """`value` in the unit of metric `name`. KeyError when that is unknown."""
+        return cls(value=float(value), unit=metric_kind(name).unit, n=n)
+
 
 class Samples(Record, frozen=True):
     """Raw observations of one metric, float32 little-endian, zlib-compressed, row-major in `shape`."""

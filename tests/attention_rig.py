@@ -16,7 +16,7 @@ from suite.kernels.batch import ForwardBatch, ForwardMode
 from suite.kernels.geometry import AttentionLayer, RunnerGeometry, bytes_for_pages
 from suite.kernels.ids import KVKind, VirtualIds
 from suite.kernels.pools.static import StaticPool
-from suite.kernels.pools.unified import TokenMajorPool, UnifiedPool
+from suite.kernels.pools.unified import UNIFIED_POOLS
 from suite.kernels.translator import KVIndexTranslator
 
 Work = dict[int, int]  # request row -> new tokens
@@ -101,8 +101,7 @@ class Rig:
             self.allocator = StaticAllocator(self.pool)
         else:
             size = bytes_for_pages(geometry, self.mode, count)
-            pool_class = TokenMajorPool if self.mode == "unified_token_major" else UnifiedPool
-            self.pool = pool_class(geometry, size, self.context, self.device, poison=self.poison)
+            self.pool = UNIFIED_POOLS[self.mode](geometry, size, self.context, self.device, poison=self.poison)
             self.allocator = UnifiedAllocator(self.pool)
         table = torch.zeros(self.requests + 1, self.context, dtype=torch.int32, device=self.device)
         self.translator = KVIndexTranslator(pool=self.pool, allocator=self.allocator, req_to_token=table)

@@ -10,7 +10,7 @@ from suite.kernels.allocators.window import UnifiedAllocator
 from suite.kernels.geometry import KVGeometry, RunnerGeometry
 from suite.kernels.ids import KVKind
 from suite.kernels.pools.static import StaticPool
-from suite.kernels.pools.unified import TokenMajorPool, UnifiedPool
+from suite.kernels.pools.unified import UNIFIED_POOLS
 from suite.models.config import GptOssConfig
 from suite.models.gpt_oss import GptOss
 
@@ -78,8 +78,9 @@ def allocator(
         counts = {pool.kind: pages // (1 + (pool.kind is KVKind.WINDOW)) for pool in shape.pools}
         return StaticAllocator(StaticPool(shape, counts, "cpu", poison=poison))
     page_bytes = sum(pool.page_bytes(mode) for pool in shape.pools)
-    pool_class = TokenMajorPool if mode == "unified_token_major" else UnifiedPool
-    return UnifiedAllocator(pool_class(shape, max(pages * page_bytes, 8192), 8, "cpu", poison=poison), eager=eager)
+    return UnifiedAllocator(
+        UNIFIED_POOLS[mode](shape, max(pages * page_bytes, 8192), 8, "cpu", poison=poison), eager=eager
+    )
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from suite.e2e.accuracy.documents import workload_prompts
 from suite.e2e.accuracy.task import Task, load_task
 from suite.errors import InputError
-from suite.records import METRICS, ItemOutcome, Metric
+from suite.records import ItemOutcome, Metric
 
 __all__ = ["EngineLM", "Server", "evaluate_tasks", "workload_prompts"]
 
@@ -93,7 +93,7 @@ def evaluate_tasks(
     scored = [_right_loglikelihood(s) for name in tasks if asked[name].choices for s in samples[name] if _finite(s)]
     if scored:
         mean = sum(scored) / len(scored)
-        metrics["mean_loglikelihood"] = Metric(value=mean, unit=METRICS["mean_loglikelihood"].unit, n=len(scored))
+        metrics["mean_loglikelihood"] = Metric.of("mean_loglikelihood", mean, len(scored))
     return metrics, items
 
 
@@ -131,4 +131,4 @@ def _right_loglikelihood(sample: dict[str, Any]) -> float:
 
 
 def _accuracy(items: Any) -> Metric:
-    return Metric(value=sum(item.correct for item in items) / len(items), unit=METRICS["accuracy"].unit, n=len(items))
+    return Metric.of("accuracy", sum(item.correct for item in items) / len(items), len(items))

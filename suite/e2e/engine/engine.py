@@ -21,7 +21,7 @@ from suite.kernels.attention.support import backend_class
 from suite.kernels.geometry import RunnerGeometry, bytes_for_pages, pages_for
 from suite.kernels.ids import KVKind
 from suite.kernels.pools.static import StaticPool
-from suite.kernels.pools.unified import TokenMajorPool, UnifiedPool
+from suite.kernels.pools.unified import UNIFIED_POOLS
 from suite.kernels.translator import KVIndexTranslator
 from suite.kernels.upload import upload
 from suite.records import Launcher, PoolMode
@@ -190,6 +190,5 @@ def build_allocator(
     if mode == "static":
         counts: dict[KVKind, int] = {pool.kind: pages + 1 for pool in geometry.pools}
         return StaticAllocator(StaticPool(geometry, counts, device, poison=poison))
-    pool_class = TokenMajorPool if mode == "unified_token_major" else UnifiedPool
     need = bytes_for_pages(geometry, mode, pages)
-    return UnifiedAllocator(pool_class(geometry, need, max_context, device, poison=poison))
+    return UnifiedAllocator(UNIFIED_POOLS[mode](geometry, need, max_context, device, poison=poison))

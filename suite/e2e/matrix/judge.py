@@ -112,10 +112,10 @@ def exactness_metrics(exactness: Exactness) -> dict[str, Metric]:
     """The metrics of `exactness`; a distance that is no number is none, its row's reason tells it."""
     metrics = {}
     if exactness.tokens:
-        metrics["token_mismatches"] = Metric(value=exactness.token_mismatches, unit="tokens", n=exactness.tokens)
+        metrics["token_mismatches"] = Metric.of("token_mismatches", exactness.token_mismatches, exactness.tokens)
     if math.isfinite(exactness.max_diff):
         name = f"max_{exactness.of}_diff"
-        metrics[name] = Metric(value=exactness.max_diff, unit=exactness.of, n=exactness.values)
+        metrics[name] = Metric.of(name, exactness.max_diff, exactness.values)
     return metrics
 
 

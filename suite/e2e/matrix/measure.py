@@ -22,7 +22,7 @@ from suite.models.loader import load_model
 from suite.models.registry import resolve_model
 from suite.models.tokenizer import load_tokenizer
 from suite.provenance import provenance
-from suite.records import CellJob, Metric, Outcome, Samples, Workload, canonical_json, metric_kind
+from suite.records import CellJob, Metric, Outcome, Samples, Workload, canonical_json
 
 
 def measure(job: CellJob) -> Outcome:
@@ -52,7 +52,7 @@ def measure(job: CellJob) -> Outcome:
     except NonFiniteLogitsError as error:
         return Outcome(status="wrong", reason_code="not_finite", reason=str(error), **facts)
     generated = sum(len(request.output) for request in served)
-    metrics |= pool_metrics(engine) | {"generated_tokens": metric("generated_tokens", generated, len(served))}
+    metrics |= pool_metrics(engine) | {"generated_tokens": Metric.of("generated_tokens", generated, len(served))}
     samples = exactness_samples(served, workload)
     if reason := below_floor(metrics, workload):
         return Outcome(
@@ -114,8 +114,8 @@ def pool_metrics(engine: Engine) -> dict[str, Metric]:
         return {}
     churn = engine.churn
     return {
-        "moved_share": metric("moved_share", churn.moved_share, churn.observed),
-        "pages_moved": metric("pages_moved", engine.pages_moved, 1),
+        "moved_share": Metric.of("moved_share", churn.moved_share, churn.observed),
+        "pages_moved": Metric.of("pages_moved", engine.pages_moved, 1),
     }
 
 
@@ -149,9 +149,7 @@ def timing(
             ttft.append((request.token_times_s[0] - request.arrival_s) * 1e3)
             itl += (np.diff(request.token_times_s) * 1e3).tolist()
     found = {"itl_ms": itl, "ttft_ms": ttft, "tok_per_s": rates}
-    metrics = {name: metric(name, statistics.median(values), len(values)) for name, values in found.items() if values}
+    metrics = {
+        name: Metric.of(name, statistics.median(values), len(values)) for name, values in found.items() if values
+    }
     return metrics, tuple(Samples.pack(name, values) for name, values in found.items() if values)
-
-
-def metric(name: str, value: float, n: int) -> Metric:
-    return Metric(value=float(value), unit=metric_kind(name).unit, n=n)

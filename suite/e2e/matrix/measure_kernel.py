@@ -22,7 +22,7 @@ from suite.kernels.geometry import AttentionLayer, RunnerGeometry
 from suite.kernels.shapes import attention_layers
 from suite.measure import cold_times_us
 from suite.provenance import provenance
-from suite.records import CellJob, KernelWorkload, Metric, Outcome, Samples, content_hash, metric_kind
+from suite.records import CellJob, KernelWorkload, Metric, Outcome, Samples, content_hash
 
 CHECKED_REQUESTS = 4  # held against the oracle, first and last among them
 
@@ -42,14 +42,14 @@ def measure_kernel(job: CellJob) -> Outcome:
     rig = KernelRig(cell, workload, job.arm.pool)
     backend = cls(pool=rig.allocator.pool, translator=rig.translator, launcher=cell.launcher, sinks=sinks)
     share, live = rig.moved_share()
-    metrics = {} if job.arm.pool == "static" else {"moved_share": _metric("moved_share", share, live)}
+    metrics = {} if job.arm.pool == "static" else {"moved_share": Metric.of("moved_share", share, live)}
     kinds = {layer.kind: layer for layer in rig.layers}  # one layer of each kind
     samples, worst = [], 0.0
     for layer in kinds.values():
         out, ratio = check_layer(rig, backend, layer)
         samples.append(out.reshape(-1))
         worst = max(worst, ratio)
-    metrics["error_ratio"] = _metric("error_ratio", worst, len(kinds))
+    metrics["error_ratio"] = Metric.of("error_ratio", worst, len(kinds))
     output = Samples.pack("output", torch.cat(samples).numpy())
     facts = {
         "launcher": backend.launcher,
@@ -111,7 +111,7 @@ def time_layer(
     found["tb_per_s"] = (kv_bytes / max(attention_us, 1e-3) * 1e-6, found["layer_us"][1])
     if rig.device.type == "cuda":
         found["copy_share"] = (found["tb_per_s"][0] / copy_tb_per_s(), 1)
-    metrics = {f"{name}.{layer.kind}": _metric(name, value, n) for name, (value, n) in found.items()}
+    metrics = {f"{name}.{layer.kind}": Metric.of(name, value, n) for name, (value, n) in found.items()}
     return metrics, {f"{name}.{layer.kind}": values for name, values in times.items()}
 
 
@@ -142,7 +142,3 @@ def _host_times_us(run: Callable[[], object], rig: KernelRig) -> list[float]:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e6)
     return times[1:]
-
-
-def _metric(name: str, value: float, n: int) -> Metric:
-    return Metric(value=float(value), unit=metric_kind(name).unit, n=n)

@@ -126,9 +126,9 @@ class AttentionBackend(abc.ABC):
 
     @abc.abstractmethod
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: Metadata
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, metadata: Metadata
     ) -> torch.Tensor:
         """Write k, v [tokens, kv_heads, head_dim] and attend q [tokens, q_heads, head_dim].
 
-        Returns q's shape and dtype.
+        v is None for latent layers, whose rows k hold both. Returns [tokens, q_heads, out_dim] in q's dtype.
         """

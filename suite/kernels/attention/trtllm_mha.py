@@ -68,7 +68,7 @@ class TrtllmMhaBackend(AttentionBackend):
         return self.captured.refill(batch)
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: Metadata
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, metadata: Metadata
     ) -> torch.Tensor:
         self.pool.write(layer.index, metadata.write_ids_of(layer.kind), k, v)
         if self.launcher == "reference":

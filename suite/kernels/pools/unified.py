@@ -91,3 +91,6 @@ class TokenMajorPool(UnifiedPool):
         rows, size = self.num_pages(pool.kind) * pool.page_size, pool.dtype.itemsize
         first = pool.layers.index(layer) * pool.layer_bytes + (pool.k_row_bytes if after_k else 0)
         return self._strided(pool, rows, head_dim, pool.entry_bytes(self.mode) // size, first // size)
+
+
+UNIFIED_POOLS: dict[PoolMode, type[UnifiedPool]] = {pool.mode: pool for pool in (UnifiedPool, TokenMajorPool)}
