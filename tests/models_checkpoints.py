@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from suite.models.dense import dense_attend
+from suite.models.dense import DenseMixers
 from suite.models.gpt_oss import GptOss
 
 SMALL = {
@@ -47,7 +47,7 @@ def our_logits(model: GptOss, ids: torch.Tensor) -> torch.Tensor:
     """Our logits over the same sequences, fp32 [sequences * length, vocab]."""
     positions = torch.arange(ids.shape[1]).repeat(len(ids))
     with torch.no_grad():
-        return model.logits(model(ids.flatten(), positions, dense_attend(len(ids))))
+        return model.logits(model(ids.flatten(), positions, DenseMixers(len(ids))))
 
 
 class DenseServer:

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from suite.kernels.geometry import AttentionLayer
 from suite.kernels.ids import KVKind
 from suite.models.config import GptOssConfig, Rope
-from suite.models.dense import dense_attend
+from suite.models.dense import DenseMixers
 from suite.models.gpt_oss import GptOss
 from suite.models.layers import rope_frequencies
 from suite.models.loader import load_config, load_model
@@ -121,15 +121,16 @@ def test_attend_sees_rotated_queries_of_the_promised_shapes(folder):
     model = load_model(folder, dtype=torch.bfloat16, device="cpu")
     seen: list[tuple[AttentionLayer, torch.Tensor]] = []
 
-    def attend(layer, q, k, v):
-        assert q.shape == (3, 4, 32)
-        assert k.shape == v.shape == (3, 2, 32)
-        assert {q.dtype, k.dtype, v.dtype} == {torch.bfloat16}
-        seen.append((layer, k))
-        return torch.zeros_like(q)
+    class Watching(DenseMixers):
+        def attend(self, layer, q, k, v):
+            assert q.shape == (3, 4, 32)
+            assert k.shape == v.shape == (3, 2, 32)
+            assert {q.dtype, k.dtype, v.dtype} == {torch.bfloat16}
+            seen.append((layer, k))
+            return torch.zeros_like(q)
 
     same = torch.tensor([5, 5, 5])
-    hidden = model(same, torch.tensor([0, 1, 1]), attend)
+    hidden = model(same, torch.tensor([0, 1, 1]), Watching(1))
     assert hidden.shape == (3, 64)
     assert [layer.index for layer, _ in seen] == [0, 1]
     keys = seen[0][1]
@@ -147,7 +148,7 @@ def test_forward_never_asks_the_data_for_a_shape(folder):
     """On the meta device there is no data: a data-dependent shape, which a CUDA graph could not hold, raises."""
     model = GptOss(load_config(folder), dtype=torch.float32, device="meta")
     ids = torch.zeros(8, dtype=torch.int64, device="meta")
-    assert model.logits(model(ids, ids, dense_attend(2))).shape == (8, 96)
+    assert model.logits(model(ids, ids, DenseMixers(2))).shape == (8, 96)
 
 
 def test_config_reads_the_published_layout(folder):
@@ -167,7 +168,7 @@ def test_replayed_graph_gives_the_eager_bits(folder):
     positions = torch.arange(LENGTH, device="cuda").repeat(2)
 
     def run():
-        return model.logits(model(ids, positions, dense_attend(2)))
+        return model.logits(model(ids, positions, DenseMixers(2)))
 
     with torch.no_grad():
         run()  # libraries allocate their workspaces outside the capture

@@ -1,11 +1,7 @@
 """gpt-oss: decoder with alternating sliding-window and full attention, per-head sinks and an MoE.
 
-The model knows nothing of pools, pages or backends: whoever runs it passes
-`attend`, which stores the new keys and values and returns the attention output.
-Parameter names are those of the Hugging Face checkpoint.
+Whoever runs it passes its `Mixers`. Parameter names are those of the Hugging Face checkpoint.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -14,17 +10,12 @@ from torch.nn import functional as F
 from suite.kernels.geometry import AttentionLayer
 from suite.models.config import GptOssConfig
 from suite.models.layers import Embedding, Linear, RMSNorm, Rotary, rotate
+from suite.models.mixers import Mixers
 from suite.models.moe import MixtureOfExperts
-
-Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, q [tokens, q_heads, head_dim], k and v [tokens, kv_heads, head_dim]) -> [tokens, q_heads, head_dim].
-
-q and k are already rotated. The softmax denominator includes exp(sink) of each head.
-"""
 
 
 class Attention(nn.Module):
-    """Projections around `attend`."""
+    """Projections around `Mixers.attend`."""
 
     def __init__(self, config: GptOssConfig, index: int, **place) -> None:
         super().__init__()
@@ -48,12 +39,12 @@ class Attention(nn.Module):
             sinks=self.sinks,  # the parameter itself: loading and training write through it
         )
 
-    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], mixers: Mixers) -> torch.Tensor:
         tokens, layer = len(x), self.layer
         q = rotate(self.q_proj(x).view(tokens, layer.q_heads, layer.head_dim), *turn)
         k = rotate(self.k_proj(x).view(tokens, layer.kv_heads, layer.head_dim), *turn)
         v = self.v_proj(x).view(tokens, layer.kv_heads, layer.head_dim)
-        return self.o_proj(attend(layer, q, k, v).reshape(tokens, layer.q_heads * layer.head_dim))
+        return self.o_proj(mixers.attend(layer, q, k, v).reshape(tokens, layer.q_heads * layer.head_dim))
 
 
 class DecoderLayer(nn.Module):
@@ -66,8 +57,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, place["device"])
         self.mlp = MixtureOfExperts(config, **place)
 
-    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn, attend)
+    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], mixers: Mixers) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turn, mixers)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -101,12 +92,13 @@ class GptOss(nn.Module):
         """How many positions the model can tell apart."""
         return self.config.max_positions
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mixers: Mixers) -> torch.Tensor:
         """input_ids, positions: int64 [tokens], all requests flattened -> final hidden states [tokens, hidden]."""
         turn = self.rotary.at(positions)
         x = self.model.embed_tokens(input_ids)
-        for layer in self.model.layers:
-            x = layer(x, turn, attend)
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, turn, mixers)
+            mixers.after_layer(index, x)
         return self.model.norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """One model with its pool, allocator, translator and backend: what turns a scheduler step into logits."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,17 +14,33 @@ from suite.kernels.batch import ForwardBatch, ForwardMode
 from suite.kernels.geometry import AttentionLayer
 from suite.kernels.ids import VirtualIds
 from suite.kernels.translator import KVIndexTranslator
+from suite.models.mixers import Mixers
 
 
 class CausalModel(Protocol):
-    """What the engine needs of a model. `attend(layer, q, k, v)` is called once per attention layer."""
+    """What the engine needs of a model."""
 
     attention_layers: list[AttentionLayer]
     max_positions: int
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: object) -> torch.Tensor: ...
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, mixers: Mixers) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class PooledMixers:
+    """The mixers of one forward over the runner's pools."""
+
+    backend: AttentionBackend
+    metadata: Metadata
+    expands_latent: bool = False
+
+    def attend(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> torch.Tensor:
+        return self.backend.forward(layer, q, k, v, self.metadata)
+
+    def after_layer(self, index: int, residual: torch.Tensor) -> None:
+        """No draft is fed."""
 
 
 class NonFiniteLogitsError(KvproofError):
@@ -66,10 +83,7 @@ class Runner:
     # -- inside ----------------------------------------------------------------------------------
 
     def _hidden(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: Metadata) -> torch.Tensor:
-        def attend(layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return self.backend.forward(layer, q, k, v, metadata)
-
-        return self.model(input_ids, positions, attend)
+        return self.model(input_ids, positions, PooledMixers(self.backend, metadata))
 
     def _logits_of_all(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: Metadata) -> torch.Tensor:
         return self.model.logits(self._hidden(input_ids, positions, metadata))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from suite.kernels.ids import KVKind
 from suite.models.config import GptOssConfig
-from suite.models.dense import dense_attend
+from suite.models.dense import DenseMixers
 from suite.models.gpt_oss import GptOss
 from suite.models.languages import LANGUAGES, WORDS
 from suite.models.loader import load_model
@@ -90,7 +90,7 @@ def save(model: GptOss, folder: Path) -> None:
 def loss_of(model: GptOss, batch: Batch) -> torch.Tensor:
     """Mean over the tasks of the mean cross-entropy of their graded words."""
     rows, length = batch.ids.shape
-    hidden = model(batch.ids.flatten(), flat_positions(rows, length, batch.ids.device), dense_attend(rows, batch.keep))
+    hidden = model(batch.ids.flatten(), flat_positions(rows, length, batch.ids.device), DenseMixers(rows, batch.keep))
     losses = F.cross_entropy(
         model.logits(hidden.view(rows, length, -1)[:, :-1].flatten(0, 1)), batch.ids[:, 1:].flatten(), reduction="none"
     )

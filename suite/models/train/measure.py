@@ -9,8 +9,8 @@ import torch
 
 from suite.kernels.geometry import AttentionLayer
 from suite.kernels.ids import KVKind
-from suite.models.dense import dense_attend
-from suite.models.gpt_oss import Attend, GptOss
+from suite.models.dense import DenseMixers
+from suite.models.gpt_oss import GptOss
 from suite.models.languages import question
 
 
@@ -28,10 +28,8 @@ def exact_match(
     for first in range(0, items, rows):
         asked = [question(task, seed, index, length) for index in range(first, min(items, first + rows))]
         ids = torch.tensor([prompt + answer for prompt, answer in asked], device=device)
-        attend = dense_attend(len(ids))
-        if corrupt is not None:
-            attend = corrupt.of(attend, len(ids))
-        hidden = model(ids.flatten(), flat_positions(*ids.shape, device), attend).view(*ids.shape, -1)
+        mixers = DenseMixers(len(ids)) if corrupt is None else corrupt.mixers(len(ids))
+        hidden = model(ids.flatten(), flat_positions(*ids.shape, device), mixers).view(*ids.shape, -1)
         before_answer = hidden[:, length - 1 : -1]
         said = model.logits(before_answer.flatten(0, 1)).argmax(-1).view(before_answer.shape[:2])
         right += int((said == ids[:, length:]).all(1).sum())
@@ -45,12 +43,22 @@ class Corruption:
         self.kind, self.share = kind, share
         self.generator = torch.Generator().manual_seed(seed)
 
-    def of(self, attend: Attend, sequences: int) -> Attend:
-        def corrupted(layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if layer.kind is self.kind:
-                hit = (torch.rand(len(k), generator=self.generator) < self.share).to(k.device)[:, None, None]
-                one = len(k) // sequences
-                k, v = (torch.where(hit, rows.roll(one, 0), rows) for rows in (k, v))
-            return attend(layer, q, k, v)
+    def mixers(self, sequences: int) -> "CorruptedMixers":
+        return CorruptedMixers(sequences, self)
 
-        return corrupted
+
+class CorruptedMixers(DenseMixers):
+    """Dense mixers that read some rows from another sequence."""
+
+    def __init__(self, sequences: int, corruption: Corruption) -> None:
+        super().__init__(sequences)
+        self.corruption = corruption
+
+    def attend(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> torch.Tensor:
+        corruption = self.corruption
+        if layer.kind is corruption.kind:
+            hit = (torch.rand(len(k), generator=corruption.generator) < corruption.share).to(k.device)[:, None, None]
+            one = len(k) // self.sequences
+            k = torch.where(hit, k.roll(one, 0), k)
+            v = None if v is None else torch.where(hit, v.roll(one, 0), v)
+        return super().attend(layer, q, k, v)
