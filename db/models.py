@@ -9,66 +9,17 @@ Only types that every database has: text, integers, doubles, bytes, JSON.
 import datetime
 from typing import Any
 
-from sqlalchemy import JSON, CheckConstraint, Double, ForeignKey, Index, LargeBinary, MetaData, String, UniqueConstraint
-from sqlalchemy.engine import Dialect
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-from sqlalchemy.types import TypeDecorator
+from sqlalchemy import CheckConstraint, ForeignKey, Index, UniqueConstraint
+from sqlalchemy.orm import Mapped, mapped_column
 
+from db.base import Base as Base
+from db.base import finite, one_of
 from suite.records import LAUNCHERS, POOL_MODES, STATUSES
 
 RUN_STATES = ("running", "finished", "interrupted", "failed")
 VERDICTS = ("equal", "differs", "not_comparable")
 DIRECTIONS = ("higher", "lower", "zero", "neither")
-LARGEST_DOUBLE = "1.7976931348623157e308"
-
-
-class UtcTime(TypeDecorator[datetime.datetime]):
-    """An aware time, kept as fixed-width ISO text in UTC, so that text order is time order. Refuses naive times."""
-
-    impl = String(32)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime.datetime | None, dialect: Dialect) -> str | None:
-        if value is None:
-            return None
-        if value.tzinfo is None:
-            raise ValueError(f"time: got the naive {value.isoformat()}, expected one with its offset from UTC")
-        return value.astimezone(datetime.UTC).isoformat(timespec="microseconds")
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> datetime.datetime | None:
-        return None if value is None else datetime.datetime.fromisoformat(value)
-
-
-class Base(DeclarativeBase):
-    """Constraints are named by rule, so that migrations can drop them by name on every database."""
-
-    metadata = MetaData(
-        naming_convention={
-            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-            "ck": "ck_%(table_name)s_%(constraint_name)s",
-            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
-            "pk": "pk_%(table_name)s",
-        }
-    )
-    type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it as a plain class attribute
-        str: String(),
-        bytes: LargeBinary(),
-        float: Double(),
-        datetime.datetime: UtcTime(),
-        dict[str, Any]: JSON(),
-        list[str]: JSON(),
-        list[int]: JSON(),
-    }
-
-
-def one_of(column: str, names: tuple[str, ...], name: str) -> CheckConstraint:
-    return CheckConstraint(f"{column} IN ({', '.join(repr(n) for n in names)})", name=name)
-
-
-def finite(column: str) -> CheckConstraint:
-    """Refuses infinities and, where the database can hold one, NaN."""
-    return CheckConstraint(f"{column} BETWEEN -{LARGEST_DOUBLE} AND {LARGEST_DOUBLE}", name=f"{column}_finite")
+CLUSTERED = {"sqlite_with_rowid": False}  # small rows of long keys, which are then stored once
 
 
 class Environment(Base):
@@ -103,10 +54,18 @@ class CodeRev(Base):
 
 
 class Run(Base):
-    """One execution of one plan."""
+    """One execution of one plan. `seed` orders the arms and places the buffers of every block.
+
+    While it runs, `lease_owner` names the process that executes it and `heartbeat_at` when that was last seen
+    alive; `spool` is where its children's files lie. A later process may take over a lease whose owner is gone.
+    """
 
     __tablename__ = "run"
-    __table_args__ = (one_of("state", RUN_STATES, "state"), Index(None, "started_at"))
+    __table_args__ = (
+        one_of("state", RUN_STATES, "state"),
+        Index(None, "started_at"),
+        {"info": {"mutable": ("state", "finished_at", "lease_owner", "heartbeat_at", "spool")}},
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     suite: Mapped[str]
@@ -117,6 +76,13 @@ class Run(Base):
     state: Mapped[str]
     started_at: Mapped[datetime.datetime]
     finished_at: Mapped[datetime.datetime | None]
+    seed: Mapped[int | None]
+    shard: Mapped[str | None]
+    environment: Mapped[dict[str, Any] | None]
+    environment_hash: Mapped[str | None]
+    lease_owner: Mapped[str | None]
+    heartbeat_at: Mapped[datetime.datetime | None]
+    spool: Mapped[str | None]
 
 
 class Cell(Base):
@@ -139,7 +105,10 @@ class Cell(Base):
 
 
 class Arm(Base):
-    """A pool mode with the faults planted into it, keyed by the hash of both."""
+    """A pool mode with the faults planted into it, keyed by the hash of both and of its label.
+
+    The label tells apart arms that are the same on purpose: `replicate` is the static arm's second run (A/A').
+    """
 
     __tablename__ = "arm"
     __table_args__ = (one_of("pool", POOL_MODES, "pool"),)
@@ -147,10 +116,11 @@ class Arm(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     pool: Mapped[str]
     plants: Mapped[list[str]]
+    label: Mapped[str | None]
 
 
 class Block(Base):
-    """One fresh paired run of a cell's arms; `arm_order` is the order in which they ran."""
+    """One fresh paired run of a cell's arms; `arm_order` is the order in which they run, `seed` places buffers."""
 
     __tablename__ = "block"
     __table_args__ = (UniqueConstraint("run_id", "cell_id", "number"),)
@@ -164,7 +134,11 @@ class Block(Base):
 
 
 class CellRun(Base):
-    """How one arm of one cell ended in one block, at which commit. Only a passed row has timings."""
+    """How one arm of one cell ended in one attempt at one block, at which commit. Only a passed row has timings.
+
+    All arms of a block enter with the same attempt, together: the latest attempt is the block's result. Where a guard
+    found that the arms did not run alike, `void_reason` says why: such rows enter no mean, whatever their status.
+    """
 
     __tablename__ = "cell_run"
     __table_args__ = (
@@ -198,6 +172,9 @@ class CellRun(Base):
     exit_code: Mapped[int | None]
     signal: Mapped[int | None]
     stderr_tail: Mapped[str | None]
+    gpu_uuid: Mapped[str | None]
+    guards: Mapped[dict[str, Any] | None]
+    void_reason: Mapped[str | None]
 
 
 class Metric(Base):
@@ -216,7 +193,7 @@ class Measurement(Base):
     """One number of one row: `stat` of `metric` over `n` observations, with its interval where one is known."""
 
     __tablename__ = "measurement"
-    __table_args__ = (finite("value"), finite("lo"), finite("hi"), CheckConstraint("n >= 0", name="n"))
+    __table_args__ = (finite("value"), finite("lo"), finite("hi"), CheckConstraint("n >= 0", name="n"), CLUSTERED)
 
     cell_run_id: Mapped[str] = mapped_column(ForeignKey("cell_run.id"), primary_key=True)
     metric: Mapped[str] = mapped_column(ForeignKey("metric.name"), primary_key=True)
@@ -258,6 +235,7 @@ class ItemResult(Base):
     """How one row answered one question."""
 
     __tablename__ = "item_result"
+    __table_args__ = CLUSTERED
 
     cell_run_id: Mapped[str] = mapped_column(ForeignKey("cell_run.id"), primary_key=True)
     item_id: Mapped[str] = mapped_column(ForeignKey("item.id"), primary_key=True)

@@ -1,11 +1,10 @@
-"""Reading results: which run, its rows, and what its comparisons say.
+"""Reading results: which run, and its rows.
 
-Rows come back as plain dictionaries of the shapes that `kvproof show --json` and `kvproof compare
---json` print. A cell is named by what a reader tells cells apart by and the first digits of its key; a
+Rows come back as plain dictionaries of the shape that `kvproof show --json` prints; only a block's latest
+attempt counts. A cell is named by what a reader tells cells apart by and the first digits of its key; a
 planted fault is part of the name, so that no planted row can pass for a real one.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any, NamedTuple, TypedDict
@@ -13,13 +12,9 @@ from typing import Any, NamedTuple, TypedDict
 import sqlalchemy as sa
 
 from db import models
+from db.runs import is_latest
 from suite.errors import InputError, UnknownNameError
 from suite.records import METRICS
-
-JOINT_METRICS = {  # by family: computed over both arms, kept with the unified one
-    "engine": ("max_logit_diff", "token_mismatches"),
-    "kernel": ("max_output_diff",),
-}
 
 
 class Value(TypedDict):
@@ -38,21 +33,14 @@ class ShowRow(TypedDict):
     model: str
     backend: str
     pool: str
+    label: str | None
     launcher: str
+    block: int
+    attempt: int
     status: str
     reason: str | None
+    void_reason: str | None
     metrics: dict[str, Value]
-
-
-class CompareRow(TypedDict):
-    """One metric of both arms of one cell."""
-
-    cell: str
-    metric: str
-    static: float | None
-    unified: float | None
-    delta: float | None
-    verdict: str
 
 
 class Ended(NamedTuple):
@@ -62,6 +50,11 @@ class Ended(NamedTuple):
     block: int
     plants: list[str]
     show: ShowRow
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the other arms of its cell are held to this row's."""
+        return self.show["pool"] == "static" and not self.plants and self.show["label"] is None
 
 
 def find_run(engine: sa.Engine, run: str | None = None) -> str:
@@ -80,67 +73,14 @@ def find_run(engine: sa.Engine, run: str | None = None) -> str:
     return found[0]
 
 
-def run_counts(engine: sa.Engine, run_id: str) -> Counter[str]:
-    """How many rows of the run ended with each status."""
-    row = models.CellRun
-    query = sa.select(row.status, sa.func.count()).where(row.run_id == run_id).group_by(row.status)
-    counts: Counter[str] = Counter()
-    with engine.connect() as connection:
-        for status, n in connection.execute(query):
-            counts[status] = n
-    return counts
-
-
 def show_rows(engine: sa.Engine, run_id: str, metric: str | None = None) -> list[ShowRow]:
-    """Every row of the run in the order in which it ended, with all its metrics or only `metric`."""
+    """The latest attempts' rows in the order in which they were written, with all metrics or only `metric`."""
     rows = [ended.show for ended in ended_rows(engine, run_id)]
     if metric is not None:
         check_metric_name(metric, rows)
         for row in rows:
             row["metrics"] = {name: value for name, value in row["metrics"].items() if name == metric}
     return rows
-
-
-def compare_rows(engine: sa.Engine, run_id: str, metric: str | None = None) -> list[CompareRow]:
-    """Every metric of every unified row beside its cell's static row, or only `metric`."""
-    ended = ended_rows(engine, run_id)
-    if metric is not None:
-        check_metric_name(metric, [row.show for row in ended])
-    static = {(row.cell_id, row.block): row.show for row in ended if row.show["pool"] == "static" and not row.plants}
-    blocks = Counter(cell_id for cell_id, _ in static)
-    rows = []
-    for row in ended:
-        if row.show["pool"] == "static":
-            continue
-        pair = static.get((row.cell_id, row.block))
-        names = {*JOINT_METRICS[row.show["family"]], *row.show["metrics"], *(pair["metrics"] if pair else ())}
-        for name in sorted(names, key=metric_order):
-            if metric in (None, name):
-                rows.append(compare_metric(name, pair, row.show, blocks[row.cell_id]))
-    return rows
-
-
-def compare_metric(metric: str, static: ShowRow | None, unified: ShowRow, blocks: int) -> CompareRow:
-    a = static["metrics"].get(metric) if static else None
-    b = unified["metrics"].get(metric)
-    values = (a["value"] if a else None, b["value"] if b else None)
-    kind = METRICS.get(metric.partition(".")[0])
-    delta = None if None in values else values[1] - values[0]  # type: ignore[operator]
-    if metric in JOINT_METRICS[unified["family"]]:
-        delta = values[1]
-        verdict = "missing" if delta is None else "equal" if delta == 0.0 else "differs"
-    elif delta is not None:
-        verdict = "equal" if delta == 0.0 else "differs"
-        if kind is not None and kind.timing:
-            verdict = f"not judged: {blocks} block{'s' * (blocks != 1)}"
-    else:
-        verdict = "missing"
-        if kind is not None and kind.better == "neither":
-            verdict = f"not judged: only the {'static' if b is None else 'unified'} arm has it"
-    arm = "" if unified["pool"] == "unified" else f"+{unified['pool']}"
-    return CompareRow(
-        cell=unified["cell"] + arm, metric=metric, static=values[0], unified=values[1], delta=delta, verdict=verdict
-    )
 
 
 def metric_order(name: str) -> tuple[int, str]:
@@ -163,12 +103,14 @@ def cell_name(row: Any) -> str:
 
 
 def ended_rows(engine: sa.Engine, run_id: str) -> list[Ended]:
-    """Every row of the run in the order in which it was written."""
+    """The rows of every block's latest attempt, in the order in which they were written."""
     row, cell, arm, block = models.CellRun, models.Cell, models.Arm, models.Block
     columns = (row.id, row.status, row.reason_code, row.reason, row.launcher.label("executed"), row.cell_id)
+    columns += (row.attempt, row.void_reason, arm.label.label("arm_label"))  # type: ignore[assignment]
     columns += (cell.family, cell.model, cell.backend, cell.launcher, cell.workload)  # type: ignore[assignment]
     columns += (cell.device, cell.dtype, cell.page_size, cell.graph)  # type: ignore[assignment]
-    query = sa.select(*columns, arm.pool, arm.plants, block.number).where(row.run_id == run_id)
+    query = sa.select(*columns, arm.pool, arm.plants, block.number)
+    query = query.where(row.run_id == run_id, is_latest())
     query = query.join(cell, row.cell_id == cell.id).join(arm, row.arm_id == arm.id)
     query = query.join(block, row.block_id == block.id).order_by(row.id)
     with engine.connect() as connection:
@@ -184,9 +126,13 @@ def show_row(row: Any, metrics: dict[str, Value]) -> ShowRow:
         model=row.model,
         backend=row.backend,
         pool=row.pool,
+        label=row.arm_label,
         launcher=row.executed or row.launcher,
+        block=row.number,
+        attempt=row.attempt,
         status=row.status,
         reason=": ".join(part for part in (row.reason_code, row.reason) if part) or None,
+        void_reason=row.void_reason,
         metrics={name: metrics[name] for name in sorted(metrics, key=metric_order)},
     )
 

@@ -21,6 +21,7 @@ from suite.records import canonical_json
 
 DEFAULT_DB = "kvproof.db"
 BUSY_TIMEOUT_S = 30
+MMAP_BYTES = 2**31 - 2**16  # the most that SQLite takes
 SQLITE_MAGIC = b"SQLite format 3\x00"
 MIGRATIONS = Path(__file__).parent / "migrations"
 UPGRADE_LOCK = 0x6B76_7072  # any number of our own: one PostgreSQL session upgrades at a time
@@ -52,6 +53,19 @@ def open_db(db: str | Path = DEFAULT_DB, *, create: bool = True) -> sa.Engine:
         cause = " ".join(str(error.orig).split())
         raise InputError("db", shown(url), f"a readable and writable database ({cause})") from error
     return engine
+
+
+def database_exists(db: str | Path) -> bool:
+    """Whether there is something at `db` to read: a SQLite file, or any server. InputError where it can be neither."""
+    url = parse_url(db)
+    return url.get_backend_name() != "sqlite" or Path(str(url.database)).exists()
+
+
+def folder_of(engine: sa.Engine) -> Path | None:
+    """The folder that a SQLite database lies in; None for a server's."""
+    if engine.dialect.name != "sqlite":
+        return None
+    return Path(str(engine.url.database)).resolve().parent
 
 
 def trouble(error: BaseException) -> str | None:
@@ -139,6 +153,7 @@ def set_up_sqlite(connection: Any, record: Any) -> None:
     cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000}")
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute(f"PRAGMA mmap_size = {MMAP_BYTES}")  # a year's history is read in thousands of small jumps
     cursor.close()
 
 

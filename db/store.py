@@ -1,18 +1,20 @@
 """The one writer of results.
 
-A run is announced whole, with its plan; then each outcome is ingested in one transaction: the row,
-its measurements, samples, items and comparisons, and a note that this payload is in. The same payload
-twice is one row; a different one for the same attempt is refused.
+A run is announced whole, with its plan; then outcomes are ingested in batches (a block's arms together),
+each batch in one transaction: the rows, their measurements, samples, items and comparisons, and a note
+that each payload is in. The same payload twice is one row; a different one for the same attempt is refused.
 """
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from db import models
+from db.base import Base
 from db.checks import check_outcome
 from db.keys import utc_now, uuid7
 from db.rows import (
@@ -20,22 +22,21 @@ from db.rows import (
     arm_row,
     block_rows,
     cell_row,
+    code_rev_row,
     environment_row,
     item_rows,
+    measurement_rows,
     metric_row,
+    outcome_columns,
     payload_sha,
     sample_rows,
 )
 from db.session import writer
-from suite.errors import InvariantError
+from suite.errors import InvariantError, KvproofError
 from suite.provenance import CodeRevision
 from suite.records import CellJob, Outcome, Record, content_hash
 
-OUTCOME_COLUMNS = (
-    *("status", "reason_code", "reason", "launcher", "effective"),
-    *("prompt_hash", "duration_s", "exit_code", "signal", "stderr_tail"),
-)
-VALUE = "value"  # the only statistic of a metric so far; intervals and quantiles will be others
+IN_ONE_QUERY = 500  # values of an IN; SQLite takes more, a plan need not
 
 
 class Comparison(Record, frozen=True):
@@ -49,34 +50,68 @@ class Comparison(Record, frozen=True):
     verdict: str
 
 
+class Entry(Record, frozen=True):
+    """One outcome to become a row. `id` is the row's, so that another entry of the batch can refer to it."""
+
+    job: CellJob
+    outcome: Outcome
+    started_at: datetime.datetime
+    id: str = msgspec.field(default_factory=uuid7)
+    attempt: int = 1
+    void_reason: str | None = None
+    comparisons: tuple[Comparison, ...] = ()
+
+
+class LeaseLostError(KvproofError):
+    """Another process has taken the run over: this one may write no more of it."""
+
+
 class Store:
-    """Writes runs and rows into one database."""
+    """Writes runs and rows into one database, as `owner` where runs are leased."""
 
-    def __init__(self, engine: sa.Engine) -> None:
-        self.engine = writer(engine)
+    def __init__(self, engine: sa.Engine, owner: str | None = None) -> None:
+        self.engine, self.owner = writer(engine), owner
 
-    def begin_run(self, suite: str, plan: dict[str, Any], jobs: Sequence[CellJob], revision: CodeRevision) -> str:
-        """Announce a run of `jobs`; returns its id."""
-        run_id = uuid7()
-        rev = {"repo": revision.repo, "sha": revision.sha, "patch_sha": revision.patch_sha}
-        code_rev = {"id": content_hash(rev), **rev, "branch": revision.branch, "dirty": revision.dirty}
+    def begin_run(
+        self,
+        suite: str,
+        plan: dict[str, Any],
+        jobs: Sequence[CellJob],
+        revision: CodeRevision,
+        *,
+        run_id: str | None = None,
+        seed: int | None = None,
+        block_seeds: Mapping[tuple[str, int], int] | None = None,
+        shard: str | None = None,
+        environment: dict[str, Any] | None = None,
+        spool: str | None = None,
+    ) -> str:
+        """Announce a run of `jobs`, in the order in which they run; returns its id. Seeds are by cell key and block."""
+        code_rev, now = code_rev_row(revision), utc_now()
         run = {
-            "id": run_id,
+            "id": run_id or uuid7(),
             "suite": suite,
             "code_rev_id": code_rev["id"],
             "plan_sha": content_hash(plan),
             "plan": plan,
             "planned": len(jobs),
             "state": "running",
-            "started_at": utc_now(),
+            "started_at": now,
+            "seed": seed,
+            "shard": shard,
+            "environment": environment,
+            "environment_hash": content_hash(environment) if environment else None,
+            "lease_owner": self.owner,
+            "heartbeat_at": now if self.owner else None,
+            "spool": spool,
         }
         with self.engine.begin() as connection:
             insert_new(connection, models.CodeRev, [code_rev])
             insert_new(connection, models.Cell, [cell_row(job) for job in jobs])
             insert_new(connection, models.Arm, [arm_row(job) for job in jobs])
             insert(connection, models.Run, [run])
-            insert(connection, models.Block, block_rows(run_id, jobs))
-        return run_id
+            insert(connection, models.Block, block_rows(run["id"], jobs, block_seeds or {}))
+        return str(run["id"])
 
     def ingest(
         self,
@@ -87,117 +122,177 @@ class Store:
         started_at: datetime.datetime,
         attempt: int = 1,
         comparisons: Sequence[Comparison] = (),
+        void_reason: str | None = None,
     ) -> str:
-        """Make `outcome` the row of `job`, whole or not at all; returns the row's id.
+        """Make `outcome` the row of `job`; see `ingest_all`. Returns the row's id."""
+        entry = Entry(
+            job=job,
+            outcome=outcome,
+            started_at=started_at,
+            attempt=attempt,
+            comparisons=tuple(comparisons),
+            void_reason=void_reason,
+        )
+        return self.ingest_all(run_id, [entry])[0]
+
+    def ingest_all(self, run_id: str, entries: Sequence[Entry]) -> list[str]:
+        """Make every entry a row, all of them or none; returns the rows' ids.
 
         Raises InputError for an outcome that no row may have (see `check_outcome`), InvariantError when
-        the attempt already ended otherwise.
+        an attempt already ended otherwise or was not planned.
         """
-        check_outcome(outcome)
-        source_sha = payload_sha(run_id, job, attempt, outcome)
+        shas = []
+        for entry in entries:
+            check_outcome(entry.outcome)
+            shas.append(payload_sha(run_id, entry.job, entry.attempt, entry.outcome))
         with self.engine.begin() as connection:
-            log = models.IngestLog
-            known = connection.scalar(sa.select(log.cell_run_id).where(log.source_sha == source_sha))
-            if known is not None:
-                return known
-            row = cell_run_row(connection, run_id, job, outcome, started_at, attempt)
-            refuse_second(connection, row)
-            if outcome.provenance is not None:
-                insert_new(connection, models.Environment, [environment_row(outcome.provenance)])
-            insert(connection, models.CellRun, [row])
-            insert_facts(connection, row["id"], outcome)
-            insert(connection, log, [{"source_sha": source_sha, "cell_run_id": row["id"], "ingested_at": utc_now()}])
-            insert(
-                connection, models.Comparison, comparison_rows(connection, run_id, row["id"], source_sha, comparisons)
-            )
-        return str(row["id"])
+            self.hold(connection, run_id)
+            known = known_payloads(connection, shas)
+            new = [(entry, sha) for entry, sha in zip(entries, shas, strict=True) if sha not in known]
+            insert_entries(connection, run_id, new)
+        return [known.get(sha, entry.id) for entry, sha in zip(entries, shas, strict=True)]
+
+    def hold(self, connection: sa.Connection, run_id: str) -> None:
+        """Say that the owner still executes the run; LeaseLostError when that is another by now."""
+        if self.owner is None:
+            return
+        run = models.Run
+        mine = sa.update(run).where(run.id == run_id, run.lease_owner == self.owner).values(heartbeat_at=utc_now())
+        if connection.execute(mine).rowcount != 1:
+            raise LeaseLostError(f"run {run_id}: another process has taken it over from {self.owner}")
+
+    def heartbeat(self, run_id: str) -> None:
+        with self.engine.begin() as connection:
+            self.hold(connection, run_id)
+
+    def take_over(self, run_id: str, before: str | None, spool: str) -> bool:
+        """Lease the run, whose owner was `before`, to ours; False when somebody else was faster."""
+        run = models.Run
+        new = {"lease_owner": self.owner, "spool": spool, "heartbeat_at": utc_now()}
+        new |= {"state": "running", "finished_at": None}
+        with self.engine.begin() as connection:
+            same = run.lease_owner.is_(None) if before is None else run.lease_owner == before
+            return connection.execute(sa.update(run).where(run.id == run_id, same).values(**new)).rowcount == 1
 
     def end_run(self, run_id: str, state: str) -> None:
         """Close the run: "finished", "interrupted" or "failed"."""
         run = models.Run
         with self.engine.begin() as connection:
-            connection.execute(sa.update(run).where(run.id == run_id).values(state=state, finished_at=utc_now()))
+            end = {"state": state, "finished_at": utc_now(), "lease_owner": None}
+            connection.execute(sa.update(run).where(run.id == run_id).values(**end))
 
 
-def insert(connection: sa.Connection, model: type[models.Base], rows: Rows) -> None:
+def insert(connection: sa.Connection, model: type[Base], rows: Rows) -> None:
     if rows:
         connection.execute(sa.insert(model), rows)
 
 
-def insert_new(connection: sa.Connection, model: type[models.Base], rows: Rows) -> None:
+def insert_new(connection: sa.Connection, model: type[Base], rows: Rows) -> None:
     """Insert the dimension rows that are not there yet. Keys are content hashes, so equal keys are equal rows."""
-    if rows:
+    keys = sa.inspect(model).primary_key
+    new = {tuple(row[key.name] for key in keys): row for row in rows}  # once each: most rows of a batch share theirs
+    if new:
+        # in one order, or two writers would wait for each other's locks
+        ordered = [new[key] for key in sorted(new)]
         dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-        connection.execute(dialect.insert(model).on_conflict_do_nothing(), rows)
+        connection.execute(dialect.insert(model).on_conflict_do_nothing(), ordered)
 
 
-def cell_run_row(
-    connection: sa.Connection, run_id: str, job: CellJob, outcome: Outcome, started_at: datetime.datetime, attempt: int
-) -> dict[str, Any]:
+def known_payloads(connection: sa.Connection, shas: Sequence[str]) -> dict[str, str]:
+    """The rows of the payloads that are in already."""
+    log = models.IngestLog
+    known: dict[str, str] = {}
+    for start in range(0, len(shas), IN_ONE_QUERY):
+        query = sa.select(log.source_sha, log.cell_run_id).where(log.source_sha.in_(shas[start : start + IN_ONE_QUERY]))
+        known.update({row.source_sha: row.cell_run_id for row in connection.execute(query)})
+    return known
+
+
+def insert_entries(connection: sa.Connection, run_id: str, entries: Sequence[tuple[Entry, str]]) -> None:
+    """Every fact of `entries`, which come with the hashes of their payloads, with the dimensions they name."""
+    if not entries:
+        return
+    blocks = planned_blocks(connection, run_id)
+    rows = [cell_run_row(run_id, entry, blocks) for entry, _ in entries]
+    refuse_second(connection, run_id, rows)
+    outcomes = [(entry.id, entry.outcome) for entry, _ in entries]
+    provenances = [outcome.provenance for _, outcome in outcomes if outcome.provenance]
+    names = {name for _, outcome in outcomes for name in outcome.metrics}
+    names |= {comparison.metric for entry, _ in entries for comparison in entry.comparisons}
+    asked = [item_rows(row_id, outcome) for row_id, outcome in outcomes]
+    insert_new(connection, models.Environment, [environment_row(provenance) for provenance in provenances])
+    insert_new(connection, models.Metric, [metric_row(name) for name in names])
+    insert_new(connection, models.Item, [row for items, _ in asked for row in items])
+    insert(connection, models.CellRun, rows)
+    insert(connection, models.Measurement, [row for row_id, out in outcomes for row in measurement_rows(row_id, out)])
+    insert(connection, models.SampleBlock, [row for row_id, out in outcomes for row in sample_rows(row_id, out)])
+    insert(connection, models.ItemResult, [row for _, answers in asked for row in answers])
+    now = utc_now()
+    log = [{"source_sha": sha, "cell_run_id": entry.id, "ingested_at": now} for entry, sha in entries]
+    insert(connection, models.IngestLog, log)
+    insert(connection, models.Comparison, comparison_rows(connection, run_id, entries))
+
+
+def planned_blocks(connection: sa.Connection, run_id: str) -> dict[tuple[str, int], str]:
     block = models.Block
-    cell_id = content_hash(job.cell)
-    where = (block.run_id == run_id, block.cell_id == cell_id, block.number == job.block)
-    block_id = connection.scalar(sa.select(block.id).where(*where))
-    if block_id is None:
-        raise InvariantError(f"run {run_id} has no block {job.block} of cell {cell_id}: it was not planned")
-    provenance = outcome.provenance
+    query = sa.select(block.cell_id, block.number, block.id).where(block.run_id == run_id)
+    return {(cell_id, number): block_id for cell_id, number, block_id in connection.execute(query)}
+
+
+def cell_run_row(run_id: str, entry: Entry, blocks: Mapping[tuple[str, int], str]) -> dict[str, Any]:
+    cell_id = content_hash(entry.job.cell)
+    if (cell_id, entry.job.block) not in blocks:
+        raise InvariantError(f"run {run_id} has no block {entry.job.block} of cell {cell_id}: it was not planned")
     return {
-        "id": uuid7(),
+        "id": entry.id,
         "run_id": run_id,
         "cell_id": cell_id,
-        "arm_id": content_hash(job.arm),
-        "block_id": block_id,
-        "attempt": attempt,
-        "started_at": started_at,
-        "environment_id": environment_row(provenance)["id"] if provenance else None,
-        "revision": provenance.commit if provenance else None,
-        "dirty": provenance.dirty if provenance else None,
-        **{name: getattr(outcome, name) for name in OUTCOME_COLUMNS},
+        "arm_id": content_hash(entry.job.arm),
+        "block_id": blocks[cell_id, entry.job.block],
+        "attempt": entry.attempt,
+        "started_at": entry.started_at,
+        "void_reason": entry.void_reason,
+        **outcome_columns(entry.outcome),
     }
 
 
-def refuse_second(connection: sa.Connection, row: dict[str, Any]) -> None:
-    run = models.CellRun
-    key = ("run_id", "cell_id", "arm_id", "block_id", "attempt")
-    found = connection.execute(sa.select(run.id, run.status).where(*(getattr(run, k) == row[k] for k in key))).first()
-    if found is not None:
-        raise InvariantError(
-            f"attempt {row['attempt']} of cell {row['cell_id']}, arm {row['arm_id']} already ended as {found.status}"
-            f" (row {found.id}), now {row['status']}: rows != 1"
-        )
+def refuse_second(connection: sa.Connection, run_id: str, rows: Rows) -> None:
+    """InvariantError when an attempt of `rows` has ended already."""
+    run, wanted = models.CellRun, sorted({row["block_id"] for row in rows})
+    key = (run.block_id, run.arm_id, run.attempt)
+    ended: dict[tuple[Any, ...], tuple[str, str]] = {}
+    for start in range(0, len(wanted), IN_ONE_QUERY):
+        where = (run.run_id == run_id, run.block_id.in_(wanted[start : start + IN_ONE_QUERY]))
+        found = connection.execute(sa.select(*key, run.id, run.status).where(*where))
+        ended.update({tuple(row[:3]): (row.id, row.status) for row in found})
+    for row in rows:
+        mine = (row["block_id"], row["arm_id"], row["attempt"])
+        if mine in ended:
+            raise InvariantError(
+                f"attempt {row['attempt']} of cell {row['cell_id']}, arm {row['arm_id']} already ended as"
+                f" {ended[mine][1]} (row {ended[mine][0]}), now {row['status']}: rows != 1"
+            )
+        ended[mine] = (row["id"], row["status"])
 
 
-def insert_facts(connection: sa.Connection, row_id: str, outcome: Outcome) -> None:
-    """The measurements, samples and items of one row, with the metrics and items they name."""
-    insert_new(connection, models.Metric, [metric_row(name) for name in outcome.metrics])
-    values = [
-        {"cell_run_id": row_id, "metric": name, "stat": VALUE, "value": metric.value, "n": metric.n}
-        for name, metric in outcome.metrics.items()
-    ]
-    insert(connection, models.Measurement, values)
-    insert(connection, models.SampleBlock, sample_rows(row_id, outcome))
-    items, results = item_rows(row_id, outcome)
-    insert_new(connection, models.Item, items)
-    insert(connection, models.ItemResult, results)
-
-
-def comparison_rows(
-    connection: sa.Connection, run_id: str, row_id: str, source_sha: str, comparisons: Sequence[Comparison]
-) -> Rows:
-    log = models.IngestLog
-    rows = []
-    for comparison in comparisons:
-        insert_new(connection, models.Metric, [metric_row(comparison.metric)])
-        static_sha = connection.scalar(sa.select(log.source_sha).where(log.cell_run_id == comparison.static_id))
-        rows.append(
-            {
-                "id": uuid7(),
-                "run_id": run_id,
-                "kind": "AB",
-                "candidate_id": row_id,
-                "inputs_sha": content_hash([static_sha, source_sha]),
-                "created_at": utc_now(),
-                **{name: getattr(comparison, name) for name in comparison.__struct_fields__},
-            }
-        )
+def comparison_rows(connection: sa.Connection, run_id: str, entries: Sequence[tuple[Entry, str]]) -> Rows:
+    log, shas = models.IngestLog, {entry.id: sha for entry, sha in entries}
+    rows: Rows = []
+    for entry, sha in entries:
+        for comparison in entry.comparisons:
+            static_id = comparison.static_id
+            if static_id not in shas:
+                known = connection.scalar(sa.select(log.source_sha).where(log.cell_run_id == static_id))
+                shas[static_id] = str(known)
+            rows.append(
+                {
+                    "id": uuid7(),
+                    "run_id": run_id,
+                    "kind": "AA" if entry.job.arm.label == "replicate" else "AB",
+                    "candidate_id": entry.id,
+                    "inputs_sha": content_hash([shas[static_id], sha]),
+                    "created_at": utc_now(),
+                    **{name: getattr(comparison, name) for name in comparison.__struct_fields__},
+                }
+            )
     return rows

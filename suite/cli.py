@@ -12,6 +12,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from suite import cli_db, cli_faults, cli_gate
+from suite.cli_options import (
+    DEFAULT_DB,
+    Budget,
+    Db,
+    Jobs,
+    Json,
+    MetricName,
+    Plant,
+    Retries,
+    Run,
+    finish,
+    print_json_rows,
+    show_run,
+)
 from suite.errors import InputError, KvproofError
 
 if TYPE_CHECKING:
@@ -32,19 +47,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Db = Annotated[str, typer.Option(help="Results database: a SQLite file, or an SQLAlchemy URL.", metavar="URL")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Run = Annotated[
-    str | None,
-    typer.Argument(help="A run's id or its unique beginning; the latest run when left out.", metavar="RUN"),
-]
-MetricName = Annotated[str | None, typer.Option("--metric", help="Only this metric.", metavar="NAME")]
-Plant = Annotated[
-    str | None,
-    typer.Option(help="Also run the unified arm of the first cell with this fault planted.", metavar="FAULT"),
-]
-DEFAULT_DB = "kvproof.db"
-
 
 @app.command()
 def run(
@@ -52,50 +54,58 @@ def run(
     db: Db = DEFAULT_DB,
     json: Json = False,
     plant: Plant = None,
+    launcher: Annotated[
+        str | None, typer.Option(help="Only `reference`: the matrix scaled down to a CPU, by the fp32 oracle.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List every planned cell, and run nothing.")] = False,
+    shard: Annotated[str | None, typer.Option(help="Only part I of N, split by time.", metavar="I/N")] = None,
+    budget: Budget = None,
+    jobs: Jobs = 1,
+    retries: Retries = 0,
+    seed: Annotated[int | None, typer.Option(help="Orders arms and places buffers; drawn when left out.")] = None,
 ) -> None:
     """Run every cell of a matrix, each arm in a process of its own, and keep every row.
 
     The last line of --json is {"run", "planned", "passed", "wrong", "refused", "crashed", "timed_out", "skipped"}.
-    Exit code 0 when all rows passed or were refused, 1 when one is wrong, 3 when one crashed or timed out.
+    Exit code 0 when all rows passed, were refused or dropped for the budget, 1 when one is wrong, 3 when one crashed or
+    timed out. --dry-run rows: {"cell", "hash", "arms", "blocks", "priority", "estimate_s", "dropped_blocks"}.
     """
-    summary = execute(load(matrix, plant), db)
-    from suite.records import STATUSES
+    from suite.e2e.matrix.planning import cut, dry_run_rows
 
-    if json:
-        print_json_line({"run": summary.run, "planned": summary.planned, **{s: summary.statuses[s] for s in STATUSES}})
-    else:
-        show(summary.run, db)
-    raise typer.Exit(summary.exit_code)
+    plan, name = cut(load(matrix, plant), db, launcher, shard)
+    if dry_run:
+        rows = dry_run_rows(plan, db, budget, jobs)
+        if json:
+            print_json_rows(rows)
+        else:
+            from suite.e2e.report.tables import print_dry_run
+
+            print_dry_run(plan.name, rows)
+        return
+    finish(execute(plan, db, shard=name, seed=seed, jobs=jobs, retries=retries, budget=budget), db, json)
 
 
 @app.command()
 def show(run: Run = None, db: Db = DEFAULT_DB, json: Json = False, metric: MetricName = None) -> None:
     """Show every row of a run: how it ended, why, and what it measured.
 
-    --json rows: {"cell", "family", "model", "backend", "pool", "launcher", "status", "reason", "metrics"}; a planted
-    fault is appended to the name of its cell.
+    --json rows: {"cell", "family", "model", "backend", "pool", "label", "launcher", "block", "attempt", "status",
+    "reason", "void_reason", "metrics"}; a planted fault is appended to the name of its cell. Only the latest attempt at
+    a block is shown.
     """
-    from db.queries import find_run, show_rows
-    from db.session import open_db
-    from suite.e2e.report.tables import print_show
-
-    engine = open_db(db, create=False)
-    run_id = find_run(engine, run)
-    rows = show_rows(engine, run_id, metric)
-    if json:
-        print_json_rows(rows)
-    else:
-        print_show(run_id, rows)
+    show_run(run, db, json, metric)
 
 
 @app.command()
 def compare(run: Run = None, db: Db = DEFAULT_DB, json: Json = False, metric: MetricName = None) -> None:
     """Compare the unified rows of a run with their cells' static rows, metric by metric.
 
-    --json rows: {"cell", "metric", "static", "unified", "delta", "verdict"}. Verdicts: equal, differs, missing, or
-    "not judged: ..." where so few blocks support none.
+    --json rows: {"cell", "metric", "static", "unified", "delta", "ratio", "blocks", "verdict"}: medians over the
+    blocks, void ones left out. Verdicts: equal, differs, missing, "void: ...", or "not judged: ..." for times, which
+    only the gate judges.
     """
-    from db.queries import compare_rows, find_run
+    from db.compare import compare_rows
+    from db.queries import find_run
     from db.session import open_db
     from suite.e2e.report.tables import print_compare
 
@@ -179,29 +189,28 @@ def load(matrix: Path, plant: str | None) -> "Plan":
     return plan if plant is None else with_plant(plan, plant)
 
 
-def execute(plan: "Plan", db: str) -> "RunSummary":
+def execute(
+    plan: "Plan",
+    db: str,
+    *,
+    shard: str | None = None,
+    seed: int | None = None,
+    jobs: int = 1,
+    retries: int = 0,
+    budget: float | None = None,
+) -> "RunSummary":
     """Run `plan`, telling its progress. Checkpoints and database are checked before any row is planned."""
     from db.session import open_db
+    from suite.e2e.matrix.execution import Options
+    from suite.e2e.matrix.planning import slots
     from suite.e2e.matrix.preflight import check_models
     from suite.e2e.matrix.run import run_plan
     from suite.e2e.report.progress import ConsoleProgress
 
     check_models(plan)
-    return run_plan(plan, open_db(db), progress=ConsoleProgress(len(plan.jobs())))
-
-
-def print_json_line(value: object) -> None:
-    import msgspec
-
-    typer.echo(msgspec.json.encode(value).decode())
-
-
-def print_json_rows(rows: Sequence[object]) -> None:
-    """One JSON array, one row a line."""
-    import msgspec
-
-    lines = ",\n".join(msgspec.json.encode(row).decode() for row in rows)
-    typer.echo(f"[\n{lines}\n]" if rows else "[]")
+    progress = ConsoleProgress(len(plan.jobs()))
+    options = Options(progress=progress, gpus=slots(plan, jobs), retries=retries, budget_s=budget)
+    return run_plan(plan, open_db(db), options, seed=seed, shard=shard)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -234,6 +243,10 @@ def invoke(arguments: list[str]) -> int:
         return INFRASTRUCTURE_EXIT_CODE
     return result if isinstance(result, int) else 0
 
+
+cli_db.register(app)
+cli_faults.register(app)
+cli_gate.register(app)
 
 if __name__ == "__main__":
     main()

@@ -7,6 +7,7 @@ measures asks for everything; torch is imported only then.
 import functools
 import hashlib
 import platform
+import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NVIDIA_VERSION = Path("/sys/module/nvidia/version")
 CPU_INFO = Path("/proc/cpuinfo")
 GIT_TIMEOUT_S = 20
+LIBRARIES = ("torch", "triton", "numpy", "flashinfer-python", "sglang-kernel")  # whose versions can change a result
 
 
 class CodeRevision(Record):
@@ -38,8 +40,7 @@ def code_revision() -> CodeRevision:
             repo="kvproof", sha=f"v{library_version('kvproof')}", patch_sha="", branch=None, dirty=False
         )
     commit = (git("rev-parse", "--verify", "--quiet", "HEAD") or "none").strip()
-    status = git("status", "--porcelain", "--untracked-files=normal") or ""
-    changes = status + (git("diff", "HEAD") or "") if status else ""
+    changes = (git("diff", "HEAD") or "") + untracked_sources()
     return CodeRevision(
         repo="kvproof",
         sha=commit,
@@ -47,6 +48,36 @@ def code_revision() -> CodeRevision:
         branch=(git("symbolic-ref", "--short", "--quiet", "HEAD") or "").strip() or None,
         dirty=bool(changes),
     )
+
+
+def untracked_sources() -> str:
+    """Sources that git does not know yet, each with the hash of its bytes; results and other files change no code."""
+    names = (git("ls-files", "--others", "--exclude-standard", "--", "*.py", "*.toml", "*.yaml") or "").splitlines()
+    found = [(name, ROOT / name) for name in names]
+    return "".join(
+        f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for name, path in found if path.is_file()
+    )
+
+
+def machine() -> dict[str, object]:
+    """What a run's rows share by where they ran: the system, its GPUs and the libraries. Imports none of them."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "driver": NVIDIA_VERSION.read_text().strip() if NVIDIA_VERSION.exists() else None,
+        "gpus": gpus(),
+        **{name: library_version(name) for name in LIBRARIES},
+    }
+
+
+def gpus() -> list[str]:
+    """The UUID of every GPU that nvidia-smi lists, in its order; none where there is no nvidia-smi."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"\(UUID: (GPU-[^)]+)\)", done.stdout)
 
 
 def provenance(device: str, kernel_library: str | None = None) -> Provenance:

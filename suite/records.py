@@ -19,11 +19,17 @@ STATUSES: tuple[Status, ...] = ("passed", "wrong", "refused", "crashed", "timed_
 Launcher = Literal["native", "interpreter", "reference"]
 LAUNCHERS: tuple[Launcher, ...] = ("native", "interpreter", "reference")
 PoolMode = Literal["static", "unified", "unified_token_major"]
+Speculation = Literal["none", "scripted", "simulated", "ngram", "model"]
+SPECULATIONS: tuple[Speculation, ...] = ("none", "scripted", "simulated", "ngram", "model")
 POOL_MODES: tuple[PoolMode, ...] = ("static", "unified", "unified_token_major")
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A frozen value that refuses fields it does not know."""
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A frozen value that refuses fields it does not know.
+
+    A field at its default is not written, so a field added with one leaves the hashes of older values as they were.
+    Therefore a default never changes.
+    """
 
 
 class MetricKind(Record, frozen=True):
@@ -45,12 +51,27 @@ METRICS: dict[str, MetricKind] = {
     "moved_share": MetricKind(unit="share", better="neither"),
     "pages_moved": MetricKind(unit="pages", better="neither"),
     "generated_tokens": MetricKind(unit="tokens", better="neither"),
+    "accept_length": MetricKind(unit="tokens", better="higher"),  # committed per verify, the bonus token included
+    "accept_rate": MetricKind(unit="share", better="higher"),  # accepted of proposed drafts
+    "cached_tokens": MetricKind(unit="tokens", better="neither"),
+    "retractions": MetricKind(unit="requests", better="lower"),
+    "largest_batch": MetricKind(unit="requests", better="higher"),
+    "steps": MetricKind(unit="steps", better="lower"),
+    "live_bytes": MetricKind(unit="B", better="neither"),
+    "fragmented_bytes": MetricKind(unit="B", better="neither"),
+    "free_pages": MetricKind(unit="pages", better="neither"),
+    "compact_ms": MetricKind(unit="ms", better="lower", timing=True),
     "error_ratio": MetricKind(unit="ratio", better="lower"),  # error against fp32 over the earned tolerance
     "max_output_diff": MetricKind(unit="output", better="zero"),
     "kv_bytes": MetricKind(unit="B", better="neither"),
+    "index_bytes": MetricKind(unit="B", better="neither"),  # of ids that a read table reads and writes
+    "state_bytes": MetricKind(unit="B", better="neither"),  # of recurrent state that a layer reads and writes
     "layer_us": MetricKind(unit="us", better="lower", timing=True),  # write the new rows and attend, one layer
     "write_us": MetricKind(unit="us", better="lower", timing=True),
     "metadata_us": MetricKind(unit="us", better="lower", timing=True),
+    "table_us": MetricKind(unit="us", better="lower", timing=True),
+    "stream_us": MetricKind(unit="us", better="lower", timing=True),
+    "write_loc_us": MetricKind(unit="us", better="lower", timing=True),
     "tb_per_s": MetricKind(unit="TB/s", better="higher", timing=True),
     "copy_share": MetricKind(unit="share", better="higher", timing=True),
 }
@@ -67,6 +88,15 @@ class Workload(Record, frozen=True, tag="engine", tag_field="kind"):
     `tasks` maps the name of an accuracy task to its number of items. `requests` prompts of
     `prompt_tokens` are decoded for `new_tokens`, at most `batch` at once, prefilled in chunks of at
     most `chunk_tokens`. `min_accuracy` is the floor under which the row is `wrong`.
+
+    Requests come all at once, or `arrivals_per_step` on average (Poisson). `shared_tokens` of a prompt are a tree's:
+    half of them are everybody's, the rest one of `branches`. A conversation has `turns`, each `turn_tokens` behind
+    the last answer. `long_requests` of `long_tokens` come between two waves of the others in a mix shift, whose
+    static pool is `sized_for` one of the two mixes; the unified pool gets the same bytes.
+
+    `pool_share` is the share of the pages of a full batch that there are: below 1 requests are retracted. `mixed`
+    puts prefill chunks beside decoding requests. `speculation` verifies `draft_tokens` drafts at once: `scripted`
+    ones are right as often as `script` says, `simulated` ones count as right that often whatever the target says.
     """
 
     name: str
@@ -78,11 +108,42 @@ class Workload(Record, frozen=True, tag="engine", tag_field="kind"):
     tasks: dict[str, int] = {}
     min_accuracy: float | None = None
     timing_repeats: int = 3
+    arrivals_per_step: float | None = None
+    shared_tokens: int = 0
+    branches: int = 1
+    turns: int = 1
+    turn_tokens: int = 16
+    long_requests: int = 0
+    long_tokens: int = 0
+    sized_for: Literal["short", "long"] | None = None
+    pool_share: float | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    prefix_cache: bool = False
+    mixed: bool = False
+    speculation: Speculation = "none"
+    draft_tokens: int = 0
+    script: tuple[int, ...] = ()
+    draft: str | None = None
+    fused_draft: bool = False
+
+
+KernelOp = Literal["decode", "extend", "verify", "write", "translate", "state_decode", "state_prefill", "state_verify"]
+KERNEL_OPS: tuple[KernelOp, ...] = (
+    "decode",
+    "extend",
+    "verify",
+    "write",
+    "translate",
+    "state_decode",
+    "state_prefill",
+    "state_verify",
+)
 
 
 class KernelWorkload(Record, frozen=True, tag="kernel", tag_field="kind"):
-    """What one attention layer is asked in a kernel cell: `batch` requests of `tokens` tokens, the newest
-    `query_tokens` of each being the queries (1 is a decode). `samples` timings are taken, with the L2 flushed.
+    """What one layer is asked in a kernel cell: operation `op` on `batch` requests of `tokens` tokens, the newest
+    `query_tokens` of each being the new ones (one of a decode). `samples` timings are taken, with the L2 flushed.
     """
 
     name: str
@@ -90,6 +151,7 @@ class KernelWorkload(Record, frozen=True, tag="kernel", tag_field="kind"):
     tokens: int
     query_tokens: int = 1
     samples: int = 50
+    op: KernelOp = "decode"
 
 
 class Cell(Record, frozen=True):
@@ -111,19 +173,34 @@ class Cell(Record, frozen=True):
 
 
 class Arm(Record, frozen=True):
-    """The pool mode compared inside a cell, and the faults planted into it (none in a real run)."""
+    """The pool mode compared inside a cell, and the faults planted into it (none in a real run).
+
+    A label tells apart arms that are the same on purpose: the noise of a pair is measured on two static arms (A/A').
+    """
 
     pool: PoolMode
     plants: tuple[str, ...] = ()
+    label: Literal["replicate"] | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the other arms of the cell are held to this one."""
+        return self.pool == "static" and not self.plants and self.label is None
 
 
 class CellJob(Record, frozen=True):
-    """What the parent hands to one child process."""
+    """What the parent hands to one child process.
+
+    `placement_seed` draws where the buffers lie, anew for every arm of every block; None leaves it to the allocator.
+    Over `memory_gib` of host memory the child is ended.
+    """
 
     cell: Cell
     arm: Arm
     block: int
     timeout_s: float
+    placement_seed: int | None = None
+    memory_gib: float | None = None
 
 
 class Metric(Record, frozen=True):
@@ -139,26 +216,33 @@ class Metric(Record, frozen=True):
         return cls(value=float(value), unit=metric_kind(name).unit, n=n)
 
 
+SAMPLE_DTYPES = {"zlib+f4le": "<f4", "zlib+u4le": "<u4"}
+
+
 class Samples(Record, frozen=True):
-    """Raw observations of one metric, float32 little-endian, zlib-compressed, row-major in `shape`."""
+    """Raw observations of one metric, row-major in `shape`: float32 (or uint32) little-endian, zlib-compressed."""
 
     metric: str
     shape: tuple[int, ...]
     data: bytes
     sha256: str
+    codec: Literal["zlib+f4le", "zlib+u4le"] = "zlib+f4le"
 
     @classmethod
-    def pack(cls, metric: str, values: npt.ArrayLike) -> "Samples":
-        array = np.ascontiguousarray(values, dtype="<f4")
+    def pack(
+        cls, metric: str, values: npt.ArrayLike, codec: Literal["zlib+f4le", "zlib+u4le"] = "zlib+f4le"
+    ) -> "Samples":
+        array = np.ascontiguousarray(values, dtype=SAMPLE_DTYPES[codec])
         raw = array.tobytes()
-        return cls(metric=metric, shape=array.shape, data=zlib.compress(raw, 1), sha256=hashlib.sha256(raw).hexdigest())
+        digest = hashlib.sha256(raw).hexdigest()
+        return cls(metric=metric, shape=array.shape, data=zlib.compress(raw, 1), sha256=digest, codec=codec)
 
-    def unpack(self) -> npt.NDArray[np.float32]:
+    def unpack(self) -> npt.NDArray[Any]:
         """The observations; ValueError when the bytes are not those that were packed."""
         raw = zlib.decompress(self.data)
         if hashlib.sha256(raw).hexdigest() != self.sha256:
             raise ValueError(f"samples of {self.metric}: the stored bytes do not match their sha256")
-        return np.frombuffer(raw, dtype="<f4").reshape(self.shape)
+        return np.frombuffer(raw, dtype=SAMPLE_DTYPES[self.codec]).reshape(self.shape)
 
 
 class ItemOutcome(Record, frozen=True):
@@ -188,6 +272,22 @@ class Provenance(Record, frozen=True):
     dirty: bool | None
 
 
+class Guards(Record, frozen=True):
+    """What must be alike in the arms of a block for their times to be compared, as the child saw it.
+
+    `sm_mhz` are the SM clocks right before and after the timed window, `throttle` NVML's reasons in it (a bit mask),
+    `compiles` the kernels compiled in it; all three None where nobody can tell. `kernels` names the attention kernels
+    where known. `padding_bytes` are the allocations that put the buffers where they were.
+    """
+
+    gpu_uuid: str | None = None
+    sm_mhz: tuple[float, float] | None = None
+    throttle: int | None = None
+    compiles: int | None = None
+    kernels: tuple[str, ...] = ()
+    padding_bytes: tuple[int, ...] = ()
+
+
 class Outcome(Record, frozen=True):
     """What one child measured. `status` decides which fields may exist: only `passed` keeps timings."""
 
@@ -201,6 +301,7 @@ class Outcome(Record, frozen=True):
     samples: tuple[Samples, ...] = ()
     items: tuple[ItemOutcome, ...] = ()
     prompt_hash: str | None = None
+    guards: Guards | None = None
     duration_s: float = 0.0
     exit_code: int | None = None
     signal: int | None = None

@@ -133,8 +133,13 @@ class Rig:
         values = torch.randn(tokens, heads, dim or self.head_dim, generator=self.random)
         return values.to(self.dtype).to(self.device)
 
-    def batch(self, work: Work, mode: ForwardMode | None = None, pad_to: int = 0) -> ForwardBatch:
-        """Allocate, write `req_to_token` and build the batch; padded with sink requests to `pad_to`."""
+    def batch(
+        self, work: Work, mode: ForwardMode | None = None, pad_to: int = 0, draft_tokens: int = 1
+    ) -> ForwardBatch:
+        """Allocate, write `req_to_token` and build the batch; padded with sink requests to `pad_to`.
+
+        A padding request of a verify is as long as the others' new tokens, of `draft_tokens` where there is none.
+        """
         written = []
         for row, new in work.items():
             start, end = self.lengths[row], self.lengths[row] + new
@@ -146,13 +151,16 @@ class Rig:
             self.translator.req_to_token[row, start:end] = ids.to(self.translator.req_to_token)
             self.lengths[row] = end
             written.append(ids)
-        padding = max(0, pad_to - len(work))
-        written.append(torch.zeros(padding, dtype=torch.int64))
-        rows = [*work, *[0] * padding]
-        lens = [*(self.lengths[row] for row in work), *[1] * padding]
-        news = [*work.values(), *[1] * padding]
         if mode is None:
-            mode = ForwardMode.DECODE if set(news) == {1} else ForwardMode.EXTEND
+            mode = ForwardMode.DECODE if set(work.values()) == {1} else ForwardMode.EXTEND
+        padding, each = (
+            max(0, pad_to - len(work)),
+            max(work.values(), default=draft_tokens) if mode is ForwardMode.VERIFY else 1,
+        )
+        written.append(torch.zeros(padding * each, dtype=torch.int64))
+        rows = [*work, *[0] * padding]
+        lens = [*(self.lengths[row] for row in work), *[each] * padding]
+        news = [*work.values(), *[each] * padding]
         return ForwardBatch.create(
             mode=mode,
             input_ids=[0] * sum(news),

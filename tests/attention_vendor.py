@@ -52,6 +52,9 @@ RECORDED: dict[str, str] = {
     "max_q_len max_kv_len bmm1_scale bmm2_scale batch_size cum_seq_lens_q cum_seq_lens_kv window_left= out= out_dtype= "
     "o_sf_scale= o_sf_vec_size= kv_layout= enable_pdl= sinks= kv_cache_sf= skip_softmax_threshold_scale_factor= "
     "uses_shared_paged_kv_idx= causal= lse= return_lse=",
+    "flashinfer.gdn_prefill:chunk_gated_delta_rule": "q k v g= beta= scale= initial_state= output_final_state= "
+    "cu_seqlens= use_qk_l2norm_in_kernel= output= output_state= state_checkpoints= checkpoint_cu_starts= "
+    "checkpoint_every_n_tokens=",
     "flash_attn.cute:flash_attn_varlen_func": "q k v qv= cu_seqlens_q= cu_seqlens_k= max_seqlen_q= max_seqlen_k= "
     "min_seqlen_k= seqused_q= seqused_k= gather_kv_indices= page_table= softmax_scale= causal= window_size= "
     "learnable_sink= softcap= num_splits= pack_gqa= deterministic= score_mod= score_mod_bwd= mask_mod= "
@@ -184,9 +187,10 @@ def trtllm_decode(**kwargs: Any) -> torch.Tensor:
     assert call["bmm2_scale"] == 1.0
     assert call["block_tables"].is_contiguous()
     assert not call["workspace_buffer"].any(), "a workspace that was not zeroed"
-    q, left = call["query"], call["window_left"]
-    assert len(q) == len(call["block_tables"])
-    out = _trtllm(call, list(range(len(q) + 1)), left)
+    q, left, queries = call["query"], call["window_left"], call["q_len_per_req"]
+    assert len(q) == queries * len(call["block_tables"]) == queries * len(call["seq_lens"])
+    assert queries == 1 or call["backend"] == "trtllm-gen", "XQA asks for a mask with more queries than one"
+    out = _trtllm(call, list(range(0, len(q) + 1, queries)), left)
     return call["out"].copy_(out)
 
 

@@ -40,8 +40,17 @@ def make_cell(**changes: Any) -> Cell:
     return Cell(**(fields | changes))
 
 
-def make_job(pool: str = "static", plants: tuple[str, ...] = (), timeout_s: float = 30.0, **changes: Any) -> CellJob:
-    return CellJob(cell=make_cell(**changes), arm=Arm(pool=pool, plants=plants), block=0, timeout_s=timeout_s)
+def make_job(
+    pool: str = "static",
+    plants: tuple[str, ...] = (),
+    timeout_s: float = 30.0,
+    block: int = 0,
+    label: str | None = None,
+    memory_gib: float | None = None,
+    **changes: Any,
+) -> CellJob:
+    arm = Arm(pool=pool, plants=plants, label=label)
+    return CellJob(cell=make_cell(**changes), arm=arm, block=block, timeout_s=timeout_s, memory_gib=memory_gib)
 
 
 def make_outcome(seed: int = 0, **changes: Any) -> Outcome:

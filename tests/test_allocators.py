@@ -1,194 +1,20 @@
-"""Allocators against a plain Python model: random interleavings, both pool modes, every byte stamped.
+"""Allocators case by case: joint capacity, sharing, moves, gates, and the checks.
 
-Each live page is stamped with its virtual number in every layer's rows, so a lost, doubled or
-misplaced move shows as a wrong stamp and not as a plausible map.
+Random interleavings are in `test_allocators_model.py`.
 """
-
-import contextlib
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from suite.errors import InputError, InvariantError, OutOfPagesError
 from suite.kernels.ids import KVKind
+from tests.pool_rig import COMPOSITIONS, build, rows, stamp, wrongly_stamped
 from tests.tiny import allocator as allocator_of
 from tests.tiny import geometry
 
 
-def physical_rows(allocator, kind: KVKind, page: int) -> slice | None:
-    """Where the rows of virtual `page` lie in a layer's view, derived apart from the translator; None if unmapped."""
-    page_map = allocator.page_map(kind)
-    at = page if page_map is None else int(page_map[page])
-    if at < 0:
-        return None
-    first = at * allocator.pool.page_multiplier(kind) * allocator.page_size
-    return slice(first, first + allocator.page_size)
-
-
-class AllocatorMachine(RuleBasedStateMachine):
-    """live: virtual page -> does it still have its window rows. The books of a careful clerk."""
-
-    @initialize(
-        mode=st.sampled_from(["static", "unified", "unified_token_major"]),
-        shape=st.sampled_from([(4, 2, 3), (4, 3, 1), (1, 2, 2), (4, 2, 0)]),
-        eager=st.booleans(),
-    )
-    def setup(self, mode, shape, eager):
-        self.allocator = allocator_of(mode, geometry(*shape), eager=eager)
-        self.eager = eager and mode != "static"
-        self.held: contextlib.ExitStack | None = None
-        self.places: dict[int, list[int]] = {}
-        self.unified = mode != "static"
-        self.live: dict[int, bool] = {}
-        self.forward = False
-        self.written: set[int] = set()
-
-    def stamp(self, pages):
-        for page in pages:
-            for pool in self.allocator.pool.geometry.pools:
-                for layer in pool.layers:
-                    rows = physical_rows(self.allocator, pool.kind, page)
-                    assert not self.allocator.pool.k_view(layer)[rows].any(), "a freshly bound page is not clear"
-                    self.allocator.pool.k_view(layer)[rows] = page + 1000 * layer
-                    self.allocator.pool.v_view(layer)[rows] = -page - 1000 * layer
-
-    @rule(count=st.integers(0, 9))
-    def alloc(self, count):
-        available = self.allocator.available_pages()
-        before = self.allocator.mutations
-        if self.forward and self.unified and self.allocator.capacity_pages() < count <= available:
-            self.forward = False  # an urgent compaction waits for the forward
-        try:
-            pages = self.allocator.alloc(count)
-        except OutOfPagesError:
-            assert count > available
-            assert self.allocator.mutations == before
-            return
-        assert count <= available
-        assert len(set(pages)) == count
-        assert not set(pages) & set(self.live)
-        assert 0 not in pages
-        self.stamp(pages)
-        self.live |= dict.fromkeys(pages, True)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def free(self, data):
-        pages = data.draw(st.lists(st.sampled_from(sorted(self.live)), unique=True, max_size=6))
-        self.allocator.free(pages)
-        self.packed_eagerly(pages)
-        for page in pages:
-            del self.live[page]
-            self.places.pop(page, None)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def evict(self, data):
-        pages = data.draw(st.lists(st.sampled_from(sorted(self.live)), unique=True, max_size=6))
-        self.allocator.evict_window(pages)
-        if self.allocator.pool.geometry.window is not None:
-            self.packed_eagerly(pages)
-        self.live |= dict.fromkeys(pages, False)
-
-    @precondition(lambda self: self.unified and not self.forward)
-    @rule(data=st.data())
-    def begin_forward(self, data):
-        pool = sorted(self.live)
-        self.written = set(data.draw(st.lists(st.sampled_from(pool), unique=True))) if pool else set()
-        self.allocator.begin_forward(sorted(self.written))
-        self.forward = True
-
-    @precondition(lambda self: self.unified and self.forward)
-    @rule()
-    def end_forward(self):
-        self.allocator.end_forward()
-        self.forward = False
-
-    @precondition(lambda self: self.unified)
-    @rule(urgent=st.booleans())
-    def compact(self, urgent):
-        held = {
-            (kind, page): int(self.allocator.page_map(kind)[page])
-            for kind in (pool.kind for pool in self.allocator.pool.geometry.pools)
-            for page in self.written & set(self.live)
-        }
-        moved = self.allocator.compact(urgent=urgent)
-        if self.held:
-            assert moved == 0, "moved a page while moves were held"
-            return
-        if urgent:
-            self.forward = False
-        if self.forward:
-            for (kind, page), at in held.items():
-                assert int(self.allocator.page_map(kind)[page]) == at, "moved a page that the forward writes"
-        else:
-            assert not any(span.holes for span in self.allocator.spans), "packing left a hole"
-
-    @precondition(lambda self: not self.held)
-    @rule()
-    def hold_moves(self):
-        self.held = contextlib.ExitStack()
-        self.held.enter_context(self.allocator.hold_moves())
-        self.places = {page: self.where(page) for page in self.live}
-
-    @precondition(lambda self: self.held)
-    @rule()
-    def let_moves_go(self):
-        self.held.close()
-        self.held = None
-
-    def where(self, page):
-        return [physical_rows(self.allocator, pool.kind, page) for pool in self.allocator.pool.geometry.pools]
-
-    def packed_eagerly(self, pages):
-        """An eager allocator has packed by now, for which it waited for the forward in flight."""
-        if self.eager and pages and not self.held:
-            self.forward = False
-            assert not any(span.holes for span in self.allocator.spans)
-
-    @invariant()
-    def nothing_moves_while_moves_are_held(self):
-        if hasattr(self, "allocator") and self.held:
-            for page in set(self.places) & set(self.live):
-                now = self.where(page)
-                assert all(a == b or b is None for a, b in zip(self.places[page], now, strict=True))
-
-    @invariant()
-    def books_balance(self):
-        if not hasattr(self, "allocator"):
-            return
-        self.allocator.check()
-        assert self.allocator.live_pages(KVKind.FULL) == len(self.live)
-        if self.allocator.pool.geometry.window is not None:
-            assert self.allocator.live_pages(KVKind.WINDOW) == sum(self.live.values())
-
-    @invariant()
-    def every_live_page_holds_its_stamp(self):
-        if not hasattr(self, "allocator"):
-            return
-        for page, has_window in self.live.items():
-            for pool in self.allocator.pool.geometry.pools:
-                rows = physical_rows(self.allocator, pool.kind, page)
-                if pool.kind is KVKind.WINDOW and not has_window:
-                    assert rows is None
-                    continue
-                for layer in pool.layers:
-                    assert (self.allocator.pool.k_view(layer)[rows] == page + 1000 * layer).all()
-                    assert (self.allocator.pool.v_view(layer)[rows] == -page - 1000 * layer).all()
-
-    @invariant()
-    def sink_is_finite(self):
-        if hasattr(self, "allocator"):
-            for pool in self.allocator.pool.geometry.pools:
-                for layer in pool.layers:
-                    assert self.allocator.pool.k_view(layer)[: self.allocator.page_size].isfinite().all()
-
-
-TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+def frontier(span):
+    return span.bytes_of((span.start, span.end))
 
 
 def test_joint_capacity_is_one_number():
@@ -199,7 +25,7 @@ def test_joint_capacity_is_one_number():
     allocator.evict_window(pages[:6])
     freed = 6 * allocator.window.page_bytes
     both = allocator.window.page_bytes + allocator.full.page_bytes
-    slack = allocator.gap_bytes()
+    slack = frontier(allocator.full)[0] - frontier(allocator.window)[1]
     assert allocator.available_pages() == (freed + slack) // both
     got = allocator.alloc(allocator.available_pages())
     allocator.check()
@@ -217,6 +43,8 @@ def test_double_free_and_sink_free_are_named():
         for bad in (pages[0], 0, 10_000):
             with pytest.raises(InvariantError, match=f"page {bad} is not live"):
                 allocator.free([bad])
+            with pytest.raises(InvariantError, match=f"page {bad} is not live"):
+                allocator.share([bad])
         with pytest.raises(InvariantError, match="named twice"):
             allocator.free([pages[1], pages[1]])
         with pytest.raises(InputError, match="count: got -1"):
@@ -304,10 +132,71 @@ def test_held_moves_make_no_room(mode):
     allocator.evict_window(pages[::2])  # window holes: room for joint pages only once they are packed away
     packed = allocator.available_pages()
     with allocator.hold_moves():
+        assert allocator.compact() == allocator.compact(urgent=True) == 0
         now = allocator.available_pages()
         assert now == allocator.capacity_pages() < packed
         with pytest.raises(OutOfPagesError, match=f"asked for {packed} pages, {now} available"):
             allocator.alloc(packed)
         allocator.check()
     assert len(allocator.alloc(packed)) == packed
+    allocator.check()
+
+
+@pytest.mark.parametrize("mode", ["static", "unified", "unified_token_major"])
+def test_a_window_page_stays_while_one_holder_reads_it(mode):
+    allocator = allocator_of(mode, geometry())
+    (page,) = allocator.alloc(1)
+    allocator.share([page])
+    allocator.evict_window([page])
+    assert allocator.has_window(page)
+    assert int(allocator.page_map(KVKind.WINDOW)[page]) > 0
+    allocator.free([page])  # the one that had evicted: the other still reads
+    assert (allocator.holders(page), allocator.has_window(page)) == (1, True)
+    allocator.share([page])
+    allocator.evict_window([page])
+    allocator.evict_window([page])
+    assert int(allocator.page_map(KVKind.WINDOW)[page]) == -1
+    allocator.share([page])  # comes after the tombstone and reads no window
+    allocator.evict_window([page])
+    allocator.free([page])
+    allocator.free([page])
+    allocator.check()
+    assert (allocator.holders(page), allocator.live_pages(KVKind.FULL)) == (1, 1)
+    allocator.free([page])
+    with pytest.raises(InvariantError, match=f"page {page} is not live"):
+        allocator.share([page])
+
+
+@pytest.mark.parametrize("mode", ["static", "unified"])
+def test_integrity_check_knows_the_holders(mode):
+    allocator = allocator_of(mode, geometry())
+    pages = allocator.alloc(3)
+    allocator._window_readers[pages[1]] = 2
+    with pytest.raises(InvariantError, match=f"window: page {pages[1]} has readers 2, holders 1"):
+        allocator.check()
+    allocator._window_readers[pages[1]] = 0
+    with pytest.raises(InvariantError, match="window: bound 3 != pages with a holder 2"):
+        allocator.check()
+    allocator._holders[pages[1]] = 0
+    with pytest.raises(InvariantError, match=r"virtual: free \d+ \+ live 2 != pages \d+"):
+        allocator.check()
+
+
+@pytest.mark.parametrize("mode", ["unified", "unified_token_major"])
+def test_what_a_move_leaves_stays_readable_until_the_forward_ends(mode):
+    """The forward in flight reads by the tables it was given: old rows hold until it ends, and are poison after."""
+    allocator = build(mode, COMPOSITIONS["window + full"])
+    pages = allocator.alloc(6)
+    for page in pages:
+        stamp(allocator, KVKind.FULL, page, rows(allocator, KVKind.FULL, page))
+    old = {page: rows(allocator, KVKind.FULL, page) for page in pages}
+    allocator.begin_forward([])
+    allocator.free(pages[:3])
+    assert allocator.compact() == 6
+    kept = {page: old[page] for page in pages[3:]}
+    assert all(rows(allocator, KVKind.FULL, page) != where for page, where in kept.items())
+    assert not wrongly_stamped(allocator, KVKind.FULL, kept)
+    assert not wrongly_stamped(allocator, KVKind.FULL, {page: rows(allocator, KVKind.FULL, page) for page in kept})
+    allocator.end_forward()
+    assert all(allocator.pool.k_view(0)[where].isnan().all() for where in kept.values())
     allocator.check()

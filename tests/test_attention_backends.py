@@ -79,7 +79,7 @@ def test_triton_shapes(monkeypatch, mode, shape, tile):
 def test_triton_merges_splits(splits, monkeypatch):
     # a stream of 128 keys or fewer is one block: later splits stay empty, and their scratch is never read
     rig = Rig("unified", "triton", "interpreter", context=400, requests=3)
-    monkeypatch.setattr(rig.attention, "decode_splits", lambda layer, batch: splits)
+    monkeypatch.setattr(rig.attention, "decode_splits", lambda layer, batch, queries: splits)
     rig.step({1: 300, 2: 5, 3: 129}).assert_earned()
     rig.step({1: 1, 2: 1, 3: 1}).assert_earned()
 

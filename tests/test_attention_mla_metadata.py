@@ -1,4 +1,4 @@
-"""The index side of the MLA backends: metadata against the static pool's, what it grants, tables, tails, fp8 ids."""
+"""The index side of the MLA backends: what metadata grants, tables, tails, fp8 ids."""
 
 import pytest
 import torch
@@ -8,42 +8,7 @@ from suite.kernels.attention.reference import rows_of
 from suite.kernels.attention.trtllm_mla import table_width
 from suite.kernels.ids import KVKind
 from tests.mla_rig import LatentRig, absorbed
-from tests.test_attention_metadata import tensors
 from tests.test_attention_mla import ALL_MODES, BACKENDS, CASES, ORACLE, rig_of
-
-
-@BACKENDS
-@pytest.mark.parametrize("mode", ["unified", "unified_token_major"])
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_metadata_mapped_back_is_the_static_pools(backend, launcher, page_size, mode, captured):
-    rigs = [rig_of(each, backend, launcher, page_size) for each in ("static", mode)]
-    metadata = []
-    for rig in rigs:
-        rig.attention.capture(3)
-        rig.step({3: 30, 1: page_size + 1, 2: page_size})
-        rig.release(3)
-        rig.move()
-        make = rig.attention.replay if captured else rig.attention.plan
-        metadata.append(make(rig.batch({1: 1, 2: 1}, pad_to=3)))
-    static, unified = rigs
-    page_map = unified.allocator.page_map(KVKind.FULL).tolist()
-    multiplier = unified.pool.page_multiplier(KVKind.FULL)
-    assert multiplier == (3 if mode == "unified" else 1)
-    virtual_of = {page * multiplier: virtual for virtual, page in enumerate(page_map) if page >= 0}
-    assert any(page != virtual for page, virtual in virtual_of.items()), "an identity map proves nothing"
-    for request in range(3):
-        end = int(metadata[0].seq_lens[request])
-        one, other = (rows_of(each, KVKind.FULL, request, 0, end) for each in metadata)
-        mapped = [virtual_of[int(row) // page_size] * page_size + int(row) % page_size for row in other]
-        assert one.tolist() == mapped
-        assert [static.pages, static.lengths] == [unified.pages, unified.lengths]
-    written = [each.write_ids.tensor.tolist() for each in metadata]
-    assert written[0] == [virtual_of[row // page_size] * page_size + row % page_size for row in written[1]]
-    for name, one in tensors(metadata[0]).items():
-        other = tensors(metadata[1])[name]
-        assert one.shape == other.shape, name
-        if name not in ("write_ids.ids", "full.indices", "page_table."):
-            assert torch.equal(one, other), name
 
 
 @BACKENDS

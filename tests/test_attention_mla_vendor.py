@@ -10,6 +10,7 @@ import torch
 from suite.errors import InvariantError
 from suite.kernels.attention import cutedsl_mla, fa3, flashinfer_mla, flashmla, support, tokenspeed_mla, trtllm_mla
 from suite.kernels.attention.support import backend_class
+from suite.kernels.batch import ForwardMode
 from suite.kernels.geometry import KVGeometry, RunnerGeometry
 from suite.kernels.ids import KVKind
 from tests import mla_vendor as vendor
@@ -73,26 +74,29 @@ def test_the_vendor_call(on_gpu, backend, capability, page_size, mode):
     rig.move()
     for work in ({1: 1, 2: 1, 3: 1}, {2: 4, 1: 4}, {3: 2, 1: 3, 2: 1}, {1: 20, 3: 20}):
         rig.step(work).assert_earned()
+    rig.step({2: 4, 1: 4}, mode=ForwardMode.VERIFY).assert_earned()
 
 
 @VENDORS
-def test_captured_calls_follow_lengths_and_moves(on_gpu, backend, capability, page_size):
+@pytest.mark.parametrize("new", [1, 3, 17], ids=["decode", "verify", "long_verify"])
+def test_captured_calls_follow_lengths_and_moves(on_gpu, backend, capability, page_size, new):
     _, flash_mla = on_gpu(capability)
-    rig = LatentRig("unified", backend, "native", page_size, context=200, requests=4)
-    rig.attention.capture(3)
+    mode = ForwardMode.DECODE if new == 1 else ForwardMode.VERIFY
+    rig = LatentRig("unified", backend, "native", page_size, context=260, requests=4)
+    rig.attention.capture(3, new)
     rig.step({4: 30, 1: 13, 2: 140, 3: 1})
-    rig.step({1: 1, 2: 1}, replay=True, pad_to=3).assert_earned()
+    rig.step({1: new, 2: new}, mode=mode, replay=True, pad_to=3).assert_earned()
     before = flash_mla.scheduled, vendor.MlaWrapper.plans
     rig.release(4)
     for _ in range(2):
         rig.move()
-        rig.step({2: 1, 1: 1}, replay=True, pad_to=3).assert_earned()
+        rig.step({2: new, 1: new}, mode=mode, replay=True, pad_to=3).assert_earned()
     # one schedule per batch, however many layers there are
     after = flash_mla.scheduled, vendor.MlaWrapper.plans
     assert after[0] == before[0] + 2 * (backend == "flashmla")
     assert after[1] == before[1] + 2 * (backend == "flashinfer_mla")
     # and made by the replay: a graph that runs next schedules nothing
-    rig.attention.replay(rig.batch({1: 1, 2: 1}, pad_to=3))
+    rig.attention.replay(rig.batch({1: new, 2: new}, mode, pad_to=3))
     assert flash_mla.scheduled == after[0] + (backend == "flashmla")
     assert vendor.MlaWrapper.plans == after[1] + (backend == "flashinfer_mla")
 
@@ -119,11 +123,15 @@ def test_flashmla_cuts_many_lanes_into_launches(on_gpu, monkeypatch):
     ("backend", "decode", "extend"),
     [("trtllm_mla", "auto", "auto"), ("cutedsl_mla", "cute-dsl", "auto"), ("tokenspeed_mla", "tokenspeed", "auto")],
 )
-@pytest.mark.parametrize("work", [{1: 4, 2: 4}, {1: 3, 2: 1}], ids=["verify", "ragged"])
-def test_who_decodes_and_who_extends(on_gpu, backend, decode, extend, work):
+@pytest.mark.parametrize(
+    ("work", "mode"),
+    [({1: 4, 2: 4}, ForwardMode.VERIFY), ({1: 3, 2: 1}, ForwardMode.EXTEND)],
+    ids=["verify", "ragged"],
+)
+def test_who_decodes_and_who_extends(on_gpu, backend, decode, extend, work, mode):
     calls, _ = on_gpu(BLACKWELL)
     rig = LatentRig("unified", backend, "native", 32, depth=1)
-    rig.step(work)
+    rig.step(work, mode=mode)
     rig.step({1: 1, 2: 1})
     assert calls == [extend, decode]
 

@@ -9,6 +9,7 @@ import torch
 from suite.errors import InvariantError, RefusedError
 from suite.kernels.attention import fa4, flashinfer, support, trtllm_mha
 from suite.kernels.attention.reference import execute
+from suite.kernels.batch import ForwardMode
 from tests import attention_vendor as vendor
 from tests.attention_rig import Rig
 from tests.test_engine import served
@@ -73,27 +74,30 @@ def test_the_vendor_call(on_gpu, backend, capability, page_size, mode, shape):
     rig.step({3: 40, 1: 9, 2: 33}).assert_earned()
     rig.release(3)
     rig.move()
-    rig.step({1: 4, 2: 4}).assert_earned()  # verify: as many tokens of every request
+    rig.step({1: 4, 2: 4}, mode=ForwardMode.VERIFY).assert_earned()
     rig.step({2: 1, 1: 26, 4: 2}).assert_earned()
     rig.step({4: 1, 2: 1, 1: 1}).assert_earned()
 
 
 @VENDORS
 @MODES
-def test_a_captured_decode_follows_lengths_and_moves(on_gpu, backend, capability, page_size, mode):
-    """Forward reads the metadata of the capture, as a graph would; only replays refill it."""
+def test_captured_forwards_follow_lengths_and_moves(on_gpu, backend, capability, page_size, mode):
+    """Forward reads the metadata of the capture, as a graph would; only replays refill it. Decodes and verifies."""
     on_gpu(capability)
     rig = native(mode, backend, page_size)
-    rig.attention.capture(4)
+    rig.attention.capture(4, 3)
     rig.step({1: 13, 2: 40, 3: 8, 4: 22})
     held = {}
-    for work in ({1: 1, 2: 1, 3: 1, 4: 1}, {2: 1, 1: 1, 3: 1}, {3: 1, 1: 1}, {1: 1, 2: 1, 3: 1}, {3: 1, 2: 1}):
-        batch = rig.batch(work, pad_to=4 if len(work) > 2 else 2)
+    for rows, new in (((1, 2, 3, 4), 1), ((1, 2, 3), 3), ((2, 1, 3), 1), ((3, 1), 3), ((1, 2, 3), 3), ((3, 2), 3)):
+        work = dict.fromkeys(rows, new)
+        mode = ForwardMode.VERIFY if new > 1 else ForwardMode.DECODE
+        batch = rig.batch(work, mode, pad_to=4 if len(work) > 2 else 2)
         replayed = rig.attention.replay(batch)
-        graph = held.setdefault(batch.size, replayed)
-        live = len(work)
+        graph = held.setdefault((batch.size, mode), replayed)
+        live = sum(work.values())
         for layer in rig.layers:
-            q, k, v = (rig.randn(batch.size, heads) for heads in (rig.q_heads, rig.kv_heads, rig.kv_heads))
+            tokens = batch.input_ids.numel()
+            q, k, v = (rig.randn(tokens, heads) for heads in (rig.q_heads, rig.kv_heads, rig.kv_heads))
             out = rig.attention.forward(layer, q, k, v, graph)
             exact, rough = rig._expect(layer, work, q, k, v)
             error, allowed = (out[:live] - exact).abs().max(), 2 * (rough - exact).abs().max()
@@ -193,7 +197,7 @@ def test_lanes_read_what_their_requests_read(mode):
     rig = Rig(mode, "trtllm_mha", page_size=16, context=160)
     rig.step({1: 17, 2: 40})
     step = rig.step({1: 5, 2: 19, 3: 1}, evict=False)
-    lanes = trtllm_mha.as_lanes(step.metadata, step.batch.positions)
+    lanes = rig.attention.plan(step.batch.as_lanes())
     assert lanes.seq_lens.tolist() == [*range(18, 23), *range(41, 60), 1]
     assert lanes.page_table.is_contiguous()
     assert lanes.page_table.shape == (25, 4)
@@ -204,7 +208,7 @@ def test_lanes_read_what_their_requests_read(mode):
 
 def test_trtllm_launches_many_lanes_in_parts(on_gpu, monkeypatch):
     on_gpu(HOPPER)
-    monkeypatch.setattr(trtllm_mha, "MAX_LANES", 7)
+    monkeypatch.setattr(trtllm_mha, "MAX_ROWS", 7)
     rig = native("unified", "trtllm_mha", 16)
     rig.step({1: 17, 2: 40}).assert_earned()
     rig.step(dict.fromkeys(range(1, 9), 1)).assert_earned()

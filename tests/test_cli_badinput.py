@@ -54,8 +54,8 @@ CARELESS = {
     "a seed of 20 digits": ("seed = 1", "seed = 18446744073709551616", "expected an integer, at most 2147483647"),
     "a number of 5000 digits": ("seed = 1", f"seed = {'9' * 5000}", "matrix: got 'matrix.toml', expected valid TOML"),
     "5000 brackets": ("seed = 1", f"seed = {'[' * 5000}", "matrix: got 'matrix.toml', expected valid TOML"),
-    "a path too long": ('"gpt-oss-mini"', f'"{"a" * 5000}"', "... (5002 characters), expected one of gpt-oss-mini"),
-    "a folder misspelt": ('"gpt-oss-mini"', '"checkpoint"', "expected one of gpt-oss-mini or a checkpoint folder"),
+    "a path too long": ('"gpt-oss-mini"', f'"{"a" * 5000}"', "... (5002 characters), expected one of "),
+    "a folder misspelt": ('"gpt-oss-mini"', '"checkpoint"', " or a checkpoint folder"),
     "a prompt too short": (
         "[[cells]]",
         TASKS % '"recall@3" = 1',

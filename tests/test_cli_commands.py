@@ -81,13 +81,14 @@ def test_run_show_and_compare_in_json(kvproof, tmp_path):
 
     code, out, err = kvproof("show", "--json")
     rows = json.loads(out)
-    keys = ["cell", "family", "model", "backend", "pool", "launcher", "status", "reason", "metrics"]
+    keys = ["cell", "family", "model", "backend", "pool", "label", "launcher", "block", "attempt", "status", "reason"]
+    keys += ["void_reason", "metrics"]
     assert (code, err, len(rows), list(rows[0])) == (0, "", 4, keys)
     assert rows[1]["metrics"]["max_logit_diff"] == {"value": 0.0, "unit": "logit", "n": 128}
 
     code, out, _ = kvproof("compare", summary["run"], "--json")
     rows = json.loads(out)
-    assert list(rows[0]) == ["cell", "metric", "static", "unified", "delta", "verdict"]
+    assert list(rows[0]) == ["cell", "metric", "static", "unified", "delta", "ratio", "blocks", "verdict"]
     assert {row["verdict"] for row in rows if row["metric"] == "max_logit_diff"} == {"equal"}
     assert code == 0
 
@@ -242,7 +243,7 @@ def test_doctor_says_what_runs_here(kvproof, monkeypatch):
 def test_help_names_every_command(kvproof, arguments):
     code, out, _ = kvproof(*arguments)
     assert code == 0
-    for command in ("run", "show", "compare", "doctor", "demo"):
+    for command in ("run", "resume", "show", "compare", "doctor", "demo", "db"):
         assert f"  {command} " in out
 
 
@@ -255,9 +256,11 @@ HELP = {
         '"timed_out", "skipped"',
         "Exit code 0",
         "kvproof.db",
+        *("--dry-run", "--shard I/N", "--budget SECONDS", "--jobs N", "--retries N", "--seed", "--launcher"),
     ],
-    "show": ["RUN", "--db URL", "--json", "--metric NAME", '"reason", "metrics"', "latest run"],
-    "compare": ["RUN", "--db URL", "--json", "--metric NAME", '"delta", "verdict"', "not judged"],
+    "resume": ["RUN", "--db URL", "--json", "--budget SECONDS", "--jobs N", "--retries N", "unfinished"],
+    "show": ["RUN", "--db URL", "--json", "--metric NAME", '"void_reason", "metrics"', "latest run"],
+    "compare": ["RUN", "--db URL", "--json", "--metric NAME", '"blocks", "verdict"', "not judged", "blocks", "void"],
     "doctor": ["--json", '"launchers", "refusal"'],
     "demo": ["--db URL", "planted", "Exit code 0"],
 }

@@ -2,8 +2,10 @@
 
 import pytest
 
+from db.compare import compare_rows
 from db.keys import utc_now
-from db.queries import compare_rows, ended_rows, find_run, run_counts, show_rows
+from db.queries import ended_rows, find_run, show_rows
+from db.runs import run_counts
 from db.session import open_db
 from db.store import Store
 from suite.errors import InputError, UnknownNameError
@@ -63,7 +65,8 @@ def test_show_says_how_each_row_ended(store):
     refused = Outcome(status="refused", reason_code="refused", reason="needs sm_90, got cpu")
     run_id = write_run(store, [(STATIC, measured(itl_ms=3.25, accuracy=1.0)), (UNIFIED, refused)])
     first, second = show_rows(store.engine, run_id)
-    assert list(first) == ["cell", "family", "model", "backend", "pool", "launcher", "status", "reason", "metrics"]
+    keys = ["cell", "family", "model", "backend", "pool", "label", "launcher", "block", "attempt", "status", "reason"]
+    assert list(first) == [*keys, "void_reason", "metrics"]
     assert first["metrics"] == {
         "accuracy": {"value": 1.0, "unit": "share", "n": 3},
         "itl_ms": {"value": 3.25, "unit": "ms", "n": 3},

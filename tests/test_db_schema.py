@@ -21,6 +21,7 @@ from tests.db_support import empty_postgres, postgres
 TABLES = {
     *("environment", "code_rev", "run", "cell", "arm", "block", "cell_run", "metric", "measurement"),
     *("sample_block", "item", "item_result", "comparison", "ingest_log"),
+    *("gate_policy", "gate_decision", "gate_evidence", "noise_model", "baseline", "change_point"),
 }
 
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from suite.e2e.engine.memory import RequestMemory
 from suite.e2e.engine.requests import Request
 from suite.e2e.engine.runner import NonFiniteLogitsError
 from suite.e2e.engine.scheduler import Scheduler
@@ -196,7 +197,7 @@ def test_a_request_that_no_empty_pool_could_hold_is_refused_and_does_not_wait_fo
     allocator = tiny.allocator(pool, tiny.geometry())
     room = allocator.most_pages() * allocator.page_size
     table = torch.zeros(2, 4 * room, dtype=torch.int32)
-    scheduler = Scheduler(allocator, table, max_batch=1, chunk_tokens=4 * room)
+    scheduler = Scheduler(RequestMemory(allocator, table, chunk_tokens=4 * room), max_batch=1, chunk_tokens=4 * room)
     with pytest.raises(InputError, match=rf"got {room + 1}, expected at most {room}, what the pool holds"):
         scheduler.add(Request(prompt=[1] * room, max_new_tokens=2))
     scheduler.add(Request(prompt=[1] * room, max_new_tokens=1))

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from suite.errors import InputError, PageMapRangeError, PoolTooSmallError, UnequalRowsError
-from suite.kernels.geometry import KVGeometry, RunnerGeometry, bytes_for_pages, plan_buffer
+from suite.kernels.geometry import KVGeometry, RunnerGeometry, bytes_for_pages
 from suite.kernels.ids import KernelIds, KVKind
+from suite.kernels.pools.layout import plan_buffer
 from suite.kernels.pools.static import StaticPool
 from suite.kernels.pools.unified import TokenMajorPool, UnifiedPool
 from tests import tiny

@@ -119,5 +119,5 @@ def test_translations_equal_their_twins(requests, tokens, page_size):
 
 
 def test_bench_prints_a_line_per_shape(capsys):
-    assert bench.main() == 0
+    assert bench.main([]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(bench.SHAPES)

@@ -15,6 +15,8 @@ MODELS = {*KERNELS, "suite.kernels"}
 ENGINE = {*MODELS, "suite.models"}
 ACCURACY = {*ENGINE, "suite.e2e.engine"}
 MATRIX = {*ACCURACY, "suite.e2e.accuracy", "suite.e2e.faults", "suite.provenance", "db"}
+CLI = {"suite.cli_db", "suite.cli_faults", "suite.cli_gate", "suite.cli_options"}
+CLI |= {"suite.e2e.matrix", "suite.e2e.report", "suite.e2e.gate"}
 ROOMS: dict[str, set[str]] = {
     "suite.errors": set(),
     "suite.records": {"suite.errors"},
@@ -24,10 +26,16 @@ ROOMS: dict[str, set[str]] = {
     "suite.e2e.engine": ENGINE,
     "suite.e2e.accuracy": ACCURACY,
     "suite.e2e.faults": ACCURACY,
+    "suite.e2e.faults.detection": {*MATRIX, "suite.e2e.matrix", "suite.e2e.gate", "suite.scan", "suite.measure"},
     "suite.e2e.matrix": MATRIX,
     "suite.e2e.report": {*LEAVES, "db"},
     "suite.e2e.report.doctor": {*LEAVES, "suite.kernels"},
-    "suite.cli": {*MATRIX, "suite.e2e.matrix", "suite.e2e.report", "suite.e2e.report.doctor", "suite.scan"},
+    "suite.cli": {*MATRIX, *CLI, "suite.e2e.report.doctor", "suite.scan"},
+    "suite.cli_db": {*LEAVES, *CLI, "db"},
+    "suite.cli_faults": {*LEAVES, "suite.cli_options", "suite.e2e.faults"},
+    "suite.cli_gate": {*LEAVES, *CLI, "db"},
+    "suite.e2e.gate": {*LEAVES, "db"},
+    "suite.cli_options": {*LEAVES, *CLI, "db"},
     "suite.measure": LEAVES,
     "suite.scan": LEAVES,
     "db": {*LEAVES, "suite.provenance"},
@@ -114,6 +122,7 @@ LIGHT = [
     "import db.models, db.session, db.store, db.queries",
     "import suite.e2e.matrix.plan, suite.e2e.matrix.run, suite.e2e.matrix.executors, suite.e2e.matrix.cell",
     "import suite.e2e.report.tables, suite.e2e.report.progress, suite.e2e.report.demo",
+    "import suite.e2e.gate.decide, suite.e2e.gate.service, suite.e2e.gate.emit, db.gate_reader, db.decisions",
     "import suite.kernels.attention.support, suite.models.registry, suite.e2e.faults, suite.provenance",
     "import suite.kernels.attention.support_page",
     "import suite.cli; suite.cli.invoke(['scan', 'suite/scan'])",

@@ -17,6 +17,7 @@ from suite.kernels.linear.stamp import LinearAttnFlags, resolve, stamp_runner
 from suite.kernels.ops.delta_chunk import ChunkPlan, delta_chunk_torch
 from suite.kernels.ops.delta_step import StepInputs
 from suite.kernels.pools.state import KernelSlots, StateGeometry, StatePool
+from tests.attention_vendor import bound
 
 GDN = StateGeometry(layers=(0,), conv_dim=8192, v_heads=32, v_dim=128, k_dim=128)
 SHAPES = {
@@ -145,16 +146,16 @@ def test_a_refused_backend_is_never_built():
 def test_the_vendor_call(monkeypatch):
     """A stand-in with FlashInfer's signature reads our arguments by its own rules; the answer must be right."""
 
-    def chunk_gated_delta_rule(
-        q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
-        use_qk_l2norm_in_kernel=False, output=None, output_state=None,
-    ):  # fmt: skip
+    def chunk_gated_delta_rule(**kwargs):
+        call = bound("flashinfer.gdn_prefill:chunk_gated_delta_rule", **kwargs)
+        q, k, v, g, beta, initial_state = (call[name] for name in ("q", "k", "v", "g", "beta", "initial_state"))
+        scale, cu_seqlens, output_state = call["scale"], call["cu_seqlens"], call["output_state"]
         assert all(tensor.is_contiguous() for tensor in (q, k, v, g, beta, initial_state))
         assert g.dtype == beta.dtype == initial_state.dtype == torch.float32
         assert cu_seqlens.dtype == torch.int64
         assert q.dtype == v.dtype == torch.bfloat16
-        assert not use_qk_l2norm_in_kernel  # not every architecture's kernel heeds it
-        assert output_final_state
+        assert not call.get("use_qk_l2norm_in_kernel")  # not every architecture's kernel heeds it
+        assert call["output_final_state"]
         out, groups = torch.empty_like(v), v.shape[1] // k.shape[1]
         for sequence in range(cu_seqlens.numel() - 1):
             state = initial_state[sequence].clone()

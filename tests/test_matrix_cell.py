@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from msgspec.structs import replace
 
 from suite.e2e.matrix import cell
 from suite.errors import CheckpointError, InvariantError, RefusedError
@@ -67,12 +69,35 @@ def test_bad_input_found_late_is_a_crash_with_its_field(tmp_path, measure):
     assert "model.norm.weight" in outcome.reason
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), InvariantError("free 7 + live 24 != 32"), MemoryError()])
+@pytest.mark.parametrize("error", [ValueError("a bug"), InvariantError("free 7 + live 24 != 32"), RuntimeError("bug")])
 def test_everything_else_escapes_and_leaves_no_outcome(tmp_path, measure, error):
     measure(raising(error))
     with pytest.raises(type(error)):
         run(tmp_path, make_job())
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ],
+)
+def test_want_of_memory_is_an_outcome_of_its_own(tmp_path, measure, error):
+    measure(raising(error))
+    code, outcome = run(tmp_path, make_job())
+    assert (code, outcome.status, outcome.reason_code) == (0, "crashed", "out_of_memory")
+    assert "\n" not in outcome.reason
+
+
+def test_where_the_buffers_lie_is_drawn_and_kept(tmp_path, measure):
+    measure(lambda job: make_outcome())
+    seeds = {seed: run(tmp_path, replace(make_job(), placement_seed=seed))[1].guards.padding_bytes for seed in (1, 2)}
+    assert () != seeds[1] != seeds[2] != ()
+    assert run(tmp_path, replace(make_job(), placement_seed=1))[1].guards.padding_bytes == seeds[1]
+    assert run(tmp_path, make_job())[1].guards.padding_bytes == ()
 
 
 @pytest.mark.parametrize(("launcher", "inherited", "expected"), [("interpreter", None, "1"), ("reference", "1", None)])

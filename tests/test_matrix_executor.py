@@ -1,18 +1,20 @@
 """The child's ends: whatever a child does, its executor answers with one outcome that says what happened."""
 
+import os
 import signal
 import time
 
 import pytest
 
+from suite.e2e.matrix import executors
 from suite.e2e.matrix.executors import STDERR_TAIL_BYTES, LocalExecutor
 from tests.matrix_fakes import child, make_job, make_outcome
 
 
-def run(tmp_path, body, timeout_s=20.0, **more):
+def run(tmp_path, body, timeout_s=20.0, memory_gib=None, **more):
     spool = tmp_path / "spool"
     spool.mkdir(exist_ok=True)
-    return LocalExecutor(spool, child(tmp_path, body), **more).run(make_job(timeout_s=timeout_s))
+    return LocalExecutor(child(tmp_path, body), **more).run(make_job(timeout_s=timeout_s, memory_gib=memory_gib), spool)
 
 
 def gone(pid):
@@ -52,7 +54,7 @@ CRASHES = {
     "exit code": ("sys.exit(7)", "exit_code", "exit code 7", 7, None),
     "traceback": ("raise ValueError('what happened')", "exit_code", "exit code 1", 1, None),
     "signal": ("os.kill(os.getpid(), signal.SIGSEGV)", "signal", "SIGSEGV", None, 11),
-    "killed": ("write(make_outcome()); os.kill(os.getpid(), signal.SIGKILL)", "signal", "SIGKILL", None, 9),
+    "killed": ("write(make_outcome()); os.kill(os.getpid(), signal.SIGKILL)", "killed", "SIGKILL", None, 9),
     "real-time signal": ("os.kill(os.getpid(), 40)", "signal", "signal 40", None, 40),
     "death after its outcome": ("write(make_outcome()); sys.exit(3)", "exit_code", "after it wrote", 3, None),
     "no outcome": ("pass", "no_outcome", "wrote no outcome", 0, None),
@@ -96,7 +98,7 @@ def test_a_traceback_is_kept(tmp_path):
 
 
 def test_a_command_that_does_not_start_is_a_crash(tmp_path):
-    outcome = LocalExecutor(tmp_path, (str(tmp_path / "absent"),)).run(make_job())
+    outcome = LocalExecutor((str(tmp_path / "absent"),)).run(make_job(), tmp_path)
     assert (outcome.status, outcome.reason_code) == ("crashed", "not_started")
 
 
@@ -163,3 +165,34 @@ def test_a_stop_ends_the_child(tmp_path):
 def test_the_child_leads_its_own_session(tmp_path):
     outcome = run(tmp_path, "write(make_outcome(reason=f'{os.getsid(0) == os.getpid()}'))")
     assert outcome.reason == "True"
+
+
+def test_a_child_over_its_memory_is_ended_and_says_so(tmp_path):
+    body = """
+        grandchild = "import time; held = bytearray(300_000_000); time.sleep(60)"
+        subprocess.Popen([sys.executable, "-c", grandchild])
+        time.sleep(60)
+    """
+    outcome = run(tmp_path, body, memory_gib=0.25)  # what it started counts too
+    assert (outcome.status, outcome.reason_code) == ("crashed", "out_of_memory")
+    assert "allowed are 0.25" in outcome.reason
+    assert outcome.duration_s < 15
+
+
+def test_a_child_under_its_memory_is_left_alone(tmp_path):
+    assert run(tmp_path, "time.sleep(0.4); write(make_outcome())", memory_gib=2.0).status == "passed"
+
+
+def test_a_kill_while_the_kernel_killed_for_memory_is_want_of_memory(tmp_path, monkeypatch):
+    counts = iter([3, 4])
+    monkeypatch.setattr(executors, "oom_kills", lambda: next(counts))
+    outcome = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert (outcome.status, outcome.reason_code, outcome.signal) == ("crashed", "out_of_memory", 9)
+
+
+def test_a_child_sees_its_slots_gpu_alone(tmp_path):
+    command = child(tmp_path, "write(make_outcome(reason=os.environ.get('CUDA_VISIBLE_DEVICES', 'all')))")
+    for gpu, said in (("GPU-1", "GPU-1"), (None, os.environ.get("CUDA_VISIBLE_DEVICES", "all"))):
+        folder = tmp_path / said
+        folder.mkdir()
+        assert LocalExecutor(command).run(make_job(), folder, gpu).reason == said

@@ -32,7 +32,7 @@ def matrix(**changes) -> dict:
     }
     workloads = {
         "decode": {"batch": 3, "tokens": 50, "samples": 2},
-        "extend": {"batch": 2, "tokens": 30, "query_tokens": 7, "samples": 2},
+        "extend": {"op": "extend", "batch": 2, "tokens": 30, "query_tokens": 7, "samples": 2},
         "past_the_window": {"batch": 2, "tokens": 150, "samples": 1},
     }
     return {"name": "kernels", "workloads": workloads, "cells": [cell | changes]}
@@ -129,7 +129,13 @@ def test_plans_check_shape_and_workload():
         parse_plan(matrix(family="engine", model="gpt-oss-mini"))
     bad = matrix()
     bad["workloads"]["decode"]["query_tokens"] = 51
+    with pytest.raises(InputError, match=r"workloads.decode.query_tokens: got 51, expected 1 of a decode"):
+        parse_plan(bad)
+    bad["workloads"]["decode"]["op"] = "extend"
     with pytest.raises(InputError, match=r"workloads.decode.query_tokens: got 51, expected at most 50"):
+        parse_plan(bad)
+    bad["workloads"]["decode"]["op"] = "extent"
+    with pytest.raises(UnknownNameError, match=r"workloads.decode.op: got 'extent'"):
         parse_plan(bad)
     assert "gpt-oss-20b" in SHAPES
 

@@ -12,10 +12,15 @@ import pytest
 import sqlalchemy as sa
 
 from db import models
-from db.queries import ended_rows, run_counts
+from db.queries import ended_rows
+from db.runs import run_counts
 from db.session import open_db
+from suite.e2e.matrix import ruling
+from suite.e2e.matrix.execution import Options
 from suite.e2e.matrix.plan import Plan, PlannedCell
-from suite.e2e.matrix.run import SPOOL, RunSummary, Stop, run_plan, spool_folder
+from suite.e2e.matrix.run import RunSummary, run_plan
+from suite.e2e.matrix.spool import SPOOL, Spool
+from suite.e2e.matrix.stop import Stop
 from suite.errors import InvariantError
 from suite.records import STATUSES, Arm
 from tests.db_support import empty_postgres, postgres
@@ -58,7 +63,8 @@ def test_a_good_run_passes_and_its_planted_arm_is_wrong(engine, tmp_path):
     seen = []
     plan = plan_of("fa3", "triton", arms=PLANTED)
     command = child(tmp_path, GOOD + "write(outcome)")
-    summary = run_plan(plan, engine, command=command, progress=lambda n, job, outcome: seen.append((n, outcome)))
+    options = Options(command=command, progress=lambda n, job, outcome: seen.append((n, outcome)))
+    summary = run_plan(plan, engine, options)
     assert statuses(engine, summary) == ["passed", "passed", "wrong"] * 2
     assert (summary.planned, summary.exit_code) == (6, 1)
     assert run_counts(engine, summary.run) == summary.statuses
@@ -72,7 +78,7 @@ def test_a_good_run_passes_and_its_planted_arm_is_wrong(engine, tmp_path):
 
 
 def test_the_exactness_is_kept_as_a_comparison(engine, tmp_path):
-    run_plan(plan_of("fa3", arms=PLANTED), engine, command=child(tmp_path, GOOD + "write(outcome)"))
+    run_plan(plan_of("fa3", arms=PLANTED), engine, Options(command=child(tmp_path, GOOD + "write(outcome)")))
     with engine.connect() as connection:
         found = connection.execute(sa.select(models.Comparison).order_by(models.Comparison.id)).all()
     verdicts = [(row.metric, row.verdict) for row in found]
@@ -102,7 +108,7 @@ match job.cell.backend, job.arm.pool:
 
 def test_each_end_is_its_own_row_and_the_rest_goes_on(engine, tmp_path):
     plan = plan_of("refused", "crash", "signal", "hang", "liar", "tampered", "latency", "last", timeout_s=4.0)
-    summary = run_plan(plan, engine, command=child(tmp_path, MIXED))
+    summary = run_plan(plan, engine, Options(command=child(tmp_path, MIXED)))
     assert statuses(engine, summary) == [
         *("refused", "refused"),
         *("passed", "crashed"),
@@ -145,17 +151,16 @@ def test_the_exit_code_says_what_the_run_came_to(counts, interrupted, code):
 
 def test_the_spool_is_beside_the_database_and_gone_afterwards(engine, tmp_path):
     body = GOOD + f"open({str(tmp_path / 'where')!r}, 'a').write(job_path + '\\n'); write(outcome)"
-    run_plan(plan_of("fa3"), engine, command=child(tmp_path, body))
+    run_plan(plan_of("fa3"), engine, Options(command=child(tmp_path, body)))
     places = [Path(line) for line in (tmp_path / "where").read_text().splitlines()]
     assert len({place.parent for place in places}) == 2
+    assert not any(place.parent.exists() for place in places)
     assert all(place.is_relative_to(tmp_path) and SPOOL in str(place) for place in places)
     assert not list(tmp_path.glob(f"{SPOOL}*"))
 
 
 def test_an_error_of_ours_still_leaves_one_row_per_arm(engine, tmp_path, monkeypatch):
-    from suite.e2e.matrix import run
-
-    judge, calls = run.judge, []
+    judge, calls = ruling.judge, []
 
     def broken(*arguments):
         calls.append(arguments)
@@ -163,12 +168,13 @@ def test_an_error_of_ours_still_leaves_one_row_per_arm(engine, tmp_path, monkeyp
             raise InvariantError("1 + 1 != 3")
         return judge(*arguments)
 
-    monkeypatch.setattr(run, "judge", broken)
+    monkeypatch.setattr(ruling, "judge", broken)
     with pytest.raises(InvariantError, match="1 \\+ 1"):
-        run_plan(plan_of("fa3", "triton"), engine, command=child(tmp_path, GOOD + "write(outcome)"))
+        run_plan(plan_of("fa3", "triton"), engine, Options(command=child(tmp_path, GOOD + "write(outcome)")))
     row = run_row(engine)
-    assert [r.show["status"] for r in ended_rows(engine, row.id)] == ["passed", "skipped", "skipped", "skipped"]
-    assert row.state == "failed"
+    shown = [r.show for r in ended_rows(engine, row.id)]
+    assert [(r["status"], r["reason"].partition(":")[0]) for r in shown] == [("skipped", "parent_failed")] * 4
+    assert (row.state, row.lease_owner) == ("failed", None)
     assert not list(tmp_path.glob(f"{SPOOL}*"))
 
 
@@ -176,7 +182,9 @@ def test_a_run_into_postgresql(tmp_path):
     with postgres() as url:
         empty_postgres(url)
         engine = open_db(url)
-        summary = run_plan(plan_of("fa3", arms=PLANTED), engine, command=child(tmp_path, GOOD + "write(outcome)"))
+        summary = run_plan(
+            plan_of("fa3", arms=PLANTED), engine, Options(command=child(tmp_path, GOOD + "write(outcome)"))
+        )
         assert statuses(engine, summary) == ["passed", "passed", "wrong"]
         engine.dispose()
 
@@ -263,12 +271,14 @@ write(outcome)
     assert not list(tmp_path.glob(f"{SPOOL}*"))
 
 
-def test_runs_that_overlap_do_not_take_each_others_spool(engine):
-    with spool_folder(engine) as first:
-        with spool_folder(engine) as second:
-            assert first != second
-        assert first.is_dir()
-        assert not second.exists()
+def test_runs_that_overlap_do_not_take_each_others_spool(tmp_path):
+    first, second = (Spool.of(run_id, tmp_path) for run_id in ("one", "two"))
+    first.create()
+    second.create()
+    assert first.folder != second.folder
+    second.remove()
+    assert first.folder.is_dir()
+    assert not second.folder.exists()
 
 
 def test_a_signal_that_is_ignored_stays_ignored():
@@ -300,14 +310,14 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from suite.e2e.matrix.executors import LocalExecutor
 from tests.matrix_fakes import make_job
-LocalExecutor(Path({folder!r}), (sys.executable, "-c", {orphan!r})).run(make_job())
+LocalExecutor((sys.executable, "-c", {orphan!r})).run(make_job(), Path({folder!r}))
 """
 
 
 def test_a_child_does_not_outlive_a_parent_that_was_killed(tmp_path):
     code = SHORT_LIVED.format(root=str(ROOT), folder=str(tmp_path), orphan=ORPHAN.format(root=str(ROOT)))
     parent = subprocess.Popen([sys.executable, "-c", code])
-    said = tmp_path / "job-00000" / "stderr"  # a child's stdout goes there too
+    said = tmp_path / "stderr"  # a child's stdout goes there too
     deadline = time.monotonic() + 20
     while not (said.exists() and said.read_text().endswith("\n")) and time.monotonic() < deadline:
         time.sleep(0.02)

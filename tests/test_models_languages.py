@@ -121,8 +121,10 @@ def test_graded_words_of_a_training_text_are_the_answers():
 
 def test_texts_are_the_same_on_every_machine():
     """Frozen: rows in old databases are joined to new ones by the hash of these texts."""
-    texts = [question(name, 7, index, 200) for name in sorted(LANGUAGES) for index in range(3)]
-    assert hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16] == "640c71ab4bf4cb86"
+    older, newer = ("copy", "local", "needle", "recall"), ("hop", "sums", "template")
+    for names, frozen in ((older, "640c71ab4bf4cb86"), (newer, "7cba84807eaf3fad")):
+        texts = [question(name, 7, index, 200) for name in names for index in range(3)]
+        assert hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16] == frozen
 
 
 def test_bad_input():
@@ -136,3 +138,62 @@ def test_bad_input():
             InputError, match=rf"length: got {length}, expected at least \d+ tokens for the language {name}"
         ):
             question(name, 0, 0, length)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, lengths)
+def test_sums_asks_for_the_sum_of_two_bound_numbers(seed, length):
+    prompt, answer = question("sums", seed, 0, length)
+    ask, *keys = prompt[-3:]
+    assert ask == ASK
+    assert len(set(keys)) == 2
+    numbers = []
+    for key in keys:
+        (place,) = [at for at, word in enumerate(prompt[:-3]) if word == key]
+        numbers.append(prompt[place + 1] - VALUES)
+    assert all(0 <= number < 16 for number in numbers)
+    assert answer == [VALUES + sum(numbers) % 16]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, lengths)
+def test_hop_leads_to_a_key_and_that_to_its_value(seed, length):
+    prompt, answer = question("hop", seed, 0, length)
+    assert prompt[-2] == ASK
+    follows = {}
+    for at, word in enumerate(prompt[2:-2], 2):
+        if is_key(word) and not (
+            is_key(prompt[at - 1]) and prompt[at - 1] in follows and follows[prompt[at - 1]] == word
+        ):
+            follows[word] = prompt[at + 1]
+    middle = follows[prompt[-1]]
+    assert is_key(middle)
+    assert answer == [middle, follows[middle]]
+    assert is_value(answer[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, lengths)
+def test_template_repeats_its_cycle_and_its_bindings(seed, length):
+    prompt, answer = question("template", seed, 0, length)
+    bound = dict(zip(prompt[2:10:2], prompt[3:10:2], strict=True))
+    assert len(bound) == 4
+    text = prompt + answer
+    for at, word in enumerate(text[10:-1], 10):
+        if is_key(word):
+            assert text[at + 1] == bound[word]
+    body = text[10:]
+    cycle = 8 * 12
+    assert all(body[at] == body[at - cycle] for at in range(cycle, len(body)))
+
+
+def test_template_texts_differ_in_bindings_and_in_where_the_cycle_starts():
+    heads = {tuple(question("template", 0, index, 96)[0][2:10]) for index in range(20)}
+    starts = {question("template", 0, index, 96)[0][10] for index in range(60)}
+    assert len(heads) == 20
+    assert len(starts) == 8
+
+
+def test_older_languages_kept_their_words():
+    assert WORDS[:9] == ("<pad>", "<unk>", "<bos>", ".", "?", "recall", "needle", "copy", "local")
+    assert (WORDS[KEYS], WORDS[VALUES]) == ("k00", "v00")

@@ -9,11 +9,11 @@ from suite.errors import InputError
 from suite.kernels.ops import read_stream as stream_module
 from suite.kernels.ops import read_table as table_module
 from suite.kernels.ops.read_stream import read_stream, read_stream_torch, read_stream_triton
-from suite.kernels.ops.read_table import read_table, read_table_torch, read_table_triton
+from suite.kernels.ops.read_table import TableCut, read_table, read_table_torch, read_table_triton
 from suite.kernels.ops.write_loc import write_loc, write_loc_torch, write_loc_triton
 
 KEPT = -77  # what the caller had there before
-FEW = settings(max_examples=150, deadline=None)
+FEW = settings(max_examples=100, deadline=None)
 PAGE_SIZES = st.sampled_from([1, 3, 4, 16])
 MULTIPLIERS = st.sampled_from([1, 2, 6])
 INTEGERS = st.sampled_from([torch.int32, torch.int64])
@@ -23,9 +23,10 @@ INTEGERS = st.sampled_from([torch.int32, torch.int64])
 def short_blocks():
     """Blocks of 4 columns and few programs, so that small cases loop as large ones do on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (table_module, stream_module):
-            patch.setattr(module, "BLOCK", 4)
-            patch.setattr(module, "PROGRAMS", 4)
+        for name in ("ONE_TOKEN_PAGES", "LONGER_PAGES"):
+            patch.setattr(table_module, name, TableCut(block=4, programs=4))
+        patch.setattr(stream_module, "BLOCK", 4)
+        patch.setattr(stream_module, "PROGRAMS", 4)
         yield
 
 
@@ -66,10 +67,16 @@ def test_read_table(case):
             token = int(req_to_token[row, column * page_size])
             expected[r, column] = page_entry(token, page_map, multiplier, page_size)
     rest = (req_to_token, torch.tensor(rows), torch.tensor(lens, dtype=torch.int32), page_map, multiplier, page_size)
-    for fill, more in ((read_table_torch, ()), (read_table_triton, (max(lens),)), (read_table_triton, (1,))):
+    small = None if page_map is None else page_map.int()
+    other_cut = TableCut(block=8, programs=2, warps=8, keeps_map=True)
+    triton = read_table_triton
+    for fill, more in ((read_table_torch, ()), (triton, (max(lens),)), (triton, (1,)), (triton, (1, other_cut))):
         out = torch.full_like(expected, KEPT)
         fill(out, *rest, *more)
         assert torch.equal(out, expected), fill.__name__
+    out = torch.full_like(expected, KEPT)
+    triton(out, *rest[:3], small, *rest[4:], max(lens))
+    assert torch.equal(out, expected), "an int32 page map"
 
 
 @st.composite

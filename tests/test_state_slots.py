@@ -112,7 +112,7 @@ class SlotMachine(RuleBasedStateMachine):
         assert self.slots.live_slots() == len(self.live)
         assert self.slots.available_slots() == SLOTS - len(self.live) - len(self.kept)
         assert self.slots.bytes_in_use() == (len(self.live) + len(self.kept)) * SHAPE.slot_bytes
-        assert torch.equal(self.slots._map.device, torch.from_numpy(self.slots._map.host))
+        assert torch.equal(self.slots.slot_map, torch.from_numpy(self.slots.home.map.host))
 
     @invariant()
     def every_slot_holds_its_stamp(self):

@@ -4,7 +4,8 @@ import functools
 
 import torch
 
-from suite.e2e.engine.engine import Engine, EngineConfig
+from suite.e2e.engine.config import EngineConfig
+from suite.e2e.engine.engine import Engine
 from suite.kernels.allocators.paged import PageAllocator, StaticAllocator
 from suite.kernels.allocators.window import UnifiedAllocator
 from suite.kernels.geometry import KVGeometry, RunnerGeometry
@@ -95,7 +96,7 @@ def model(dtype: torch.dtype = torch.float32) -> GptOss:
     return built.eval()
 
 
-def engine(pool: str = "unified", **changes) -> Engine:
+def engine(pool: str = "unified", *, draft=None, truth=None, **changes) -> Engine:
     """An engine around `model()`; any field of EngineConfig may be changed."""
     fields = {
         "backend": "reference",
@@ -110,4 +111,4 @@ def engine(pool: str = "unified", **changes) -> Engine:
         "graph": True,
         "seed": 3,
     }
-    return Engine(model(), EngineConfig(**(fields | changes)))
+    return Engine(model(), EngineConfig(**(fields | changes)), draft=draft, truth=truth)

@@ -5,7 +5,7 @@ translated, once; everything after it holds kernel ids.
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(enum.StrEnum):
-    """EXTEND writes and attends any number of new tokens per request, DECODE exactly one."""
+    """EXTEND writes and attends any number of new tokens per request, DECODE exactly one, VERIFY as many for each.
+
+    A verify's new tokens are drafts: causal among themselves, which of them stay is decided after the forward.
+    """
 
     EXTEND = "extend"
     DECODE = "decode"
+    VERIFY = "verify"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,6 +57,26 @@ class ForwardBatch:
     @property
     def max_seq_len(self) -> int:
         return max(self.seq_lens_host)
+
+    def as_lanes(self) -> "ForwardBatch":
+        """The same reads and writes with one query per request: lane t is new token t of its own request.
+
+        For kernels that attend one query per table row: lane t sees the positions up to its own. A decode batch.
+        """
+        tokens = self.input_ids.numel()
+        request = torch.repeat_interleave(
+            self.cu_query_lens.diff(), output_size=tokens
+        )  # told the size, it does not wait
+        pairs = zip(self.seq_lens_host, self.query_lens_host, strict=True)
+        return replace(
+            self,
+            mode=ForwardMode.DECODE,
+            req_rows=self.req_rows[request],
+            seq_lens=(self.positions + 1).to(torch.int32),
+            cu_query_lens=torch.arange(tokens + 1, dtype=torch.int32, device=self.positions.device),
+            seq_lens_host=tuple(seq_len - query_len + 1 + i for seq_len, query_len in pairs for i in range(query_len)),
+            query_lens_host=(1,) * tokens,
+        )
 
     @classmethod
     def create(
@@ -111,3 +135,5 @@ def _check_lengths(
         raise InputError("query_lens", sum(query_lens), f"a sum of {tokens}, the new tokens")
     if mode is ForwardMode.DECODE and set(query_lens) != {1}:
         raise InputError("query_lens", max(query_lens), "1 for every request of a decode batch")
+    if mode is ForwardMode.VERIFY and len(set(query_lens)) != 1:
+        raise InputError("query_lens", tuple(query_lens), "as many for every request of a verify batch")

@@ -1,4 +1,4 @@
-"""Named attention shapes for kernel cells: the geometry of real models, without their weights.
+"""Named attention and recurrent shapes for kernel cells: the geometry of real models, without their weights.
 
 The names are known without importing torch: a plan is checked by them.
 """
@@ -17,6 +17,13 @@ SHAPES: dict[str, tuple[int, int, int, int | None, int | None, bool]] = {
     "gpt-oss-20b": (64, 8, 64, None, 128, True),
     "qwen3.5-9b": (16, 4, 256, None, None, False),
     "deepseek-v2-lite": (16, 1, 576, 512, None, False),
+}
+
+# (linear family, key heads, value heads, head width) of recurrent layers
+STATE_SHAPES: dict[str, tuple[str, int, int, int]] = {
+    "qwen3-next": ("gdn", 16, 32, 128),
+    "kimi-linear": ("kda", 32, 32, 128),
+    "ring-mini-linear": ("lightning", 16, 16, 128),
 }
 
 

@@ -3,7 +3,8 @@
 One translator per runner. On a static pool the full-attention reads are the very same
 `req_to_token` and row tensors and nothing is launched; its window pool has a full-to-window map,
 which is a page map like any other. A runner translates only if the allocator's pool is its own
-pool: a draft with a private pool that borrows the target's allocator reads virtual ids as they are.
+pool or its host, behind whose rows a fused draft keeps its own: a draft with a private pool that
+borrows the target's allocator reads virtual ids as they are.
 """
 
 import weakref
@@ -85,7 +86,7 @@ class KVIndexTranslator:
         self.pool, self.allocator, self.req_to_token = pool, allocator, req_to_token
         self.page_size = pool.geometry.page_size
         self.columns = -(-req_to_token.shape[1] // self.page_size)
-        self.owns_ids = allocator.pool is pool
+        self.owns_ids = pool is allocator.pool or pool is allocator.pool.draft
         self.is_translating = self.owns_ids and pool.mode != "static"
         self._row_ids = torch.arange(req_to_token.shape[0], device=req_to_token.device)
         self._memo: tuple[weakref.ref[ForwardBatch], int, IndexTable] | None = None

@@ -53,6 +53,12 @@ class Fields:
             raise InputError(self.prefix + name, value, f"a number above {above:g}")
         return float(value)
 
+    def flag(self, name: str, default: Any = ...) -> bool:
+        value = self.raw(name, default)
+        if not isinstance(value, bool):
+            raise InputError(self.prefix + name, value, "true or false")
+        return value
+
     def only(self, name: str, allowed: Any, default: Any = ...) -> Any:
         """The one value that this implementation computes."""
         value = self.raw(name, default)
@@ -73,7 +79,8 @@ class Rope:
 
     `original_positions`: the context in tokens that YaRN stretches from. `beta_fast`, `beta_slow`: turns over
     that context above which a frequency is kept and below which it is divided by `factor`. `truncate`: round
-    the ends of the ramp between the two to whole dimensions.
+    the ends of the ramp between the two to whole dimensions. `amplitude`: factor on cos and sin, None for YaRN's own.
+    `share`: of a head's elements, the first ones, that are rotated.
     """
 
     theta: float
@@ -82,35 +89,56 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = False
+    amplitude: float | None = None
+    share: float = 1.0
+
+    def rotated(self, head_dim: int) -> int:
+        """How many elements of a head are rotated. Raises InputError where they do not pair up."""
+        rotated = int(head_dim * self.share)
+        if rotated < 2 or rotated % 2:
+            raise InputError("head_dim", head_dim, f"an even number of rotated elements, {self.share:g} of it")
+        return rotated
 
     @classmethod
-    def read(cls, fields: Fields) -> "Rope":
-        """From `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (the published files)."""
+    def read(cls, fields: Fields, share: float = 1.0) -> "Rope":
+        """From `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (the published files).
+
+        share: the family's `partial_rotary_factor`, where the file does not say.
+        """
         if (values := fields.raw("rope_parameters", None)) is not None:
             rope = Fields(values, "rope_parameters.")
-            theta = rope.number("rope_theta")
+            theta, share = rope.number("rope_theta"), rope.number("partial_rotary_factor", share)
         else:
-            theta = fields.number("rope_theta")
-            rope = Fields(fields.raw("rope_scaling"), "rope_scaling.")
+            theta, share = fields.number("rope_theta"), fields.number("partial_rotary_factor", share)
+            rope = Fields(fields.raw("rope_scaling", None) or {"rope_type": "default"}, "rope_scaling.")
+        if share > 1:
+            raise InputError("partial_rotary_factor", share, "a number up to 1")
         kind = rope.raw("rope_type")
         if kind == "default":
+            _check_sections(rope)
             rope.refuse_unread()
-            return cls(theta=theta)
+            return cls(theta=theta, share=share)
         if kind != "yarn":
             raise InputError(rope.prefix + "rope_type", kind, "'yarn' or 'default'")
-        truncate = rope.raw("truncate", True)
-        if not isinstance(truncate, bool):
-            raise InputError(rope.prefix + "truncate", truncate, "true or false")
         read = cls(
             theta=theta,
             factor=rope.number("factor", above=1.0),
             original_positions=rope.count("original_max_position_embeddings"),
             beta_fast=rope.number("beta_fast", 32.0),
             beta_slow=rope.number("beta_slow", 1.0),
-            truncate=truncate,
+            truncate=rope.flag("truncate", True),
+            share=share,
         )
         rope.refuse_unread()
         return read
+
+
+def _check_sections(rope: Fields) -> None:
+    """mrope turns sections of the pairs by time, height and width; a text's three positions are one and the same."""
+    sections = rope.raw("mrope_section", None)
+    if sections is not None and not (isinstance(sections, list) and len(sections) == 3):
+        raise InputError(rope.prefix + "mrope_section", sections, "three numbers of pairs: time, height and width")
+    rope.flag("mrope_interleaved", False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ Whoever runs it passes its `Mixers`. Parameter names are those of the Hugging Fa
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from suite.kernels.geometry import AttentionLayer
+from suite.models.causal import CausalModel, Turn
 from suite.models.config import GptOssConfig
-from suite.models.layers import Embedding, Linear, RMSNorm, Rotary, rotate
+from suite.models.layers import Linear, RMSNorm, Rotary, rotate
 from suite.models.mixers import Mixers
 from suite.models.moe import MixtureOfExperts
 
@@ -39,7 +39,7 @@ class Attention(nn.Module):
             sinks=self.sinks,  # the parameter itself: loading and training write through it
         )
 
-    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], mixers: Mixers) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turn: Turn, mixers: Mixers) -> torch.Tensor:
         tokens, layer = len(x), self.layer
         q = rotate(self.q_proj(x).view(tokens, layer.q_heads, layer.head_dim), *turn)
         k = rotate(self.k_proj(x).view(tokens, layer.kv_heads, layer.head_dim), *turn)
@@ -56,54 +56,18 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, index, **place)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, place["device"])
         self.mlp = MixtureOfExperts(config, **place)
+        self.mixer = self.self_attn.layer
 
-    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], mixers: Mixers) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turn: Turn, mixers: Mixers) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), turn, mixers)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(nn.Module):
-    """Embedding, layers, final norm: everything under the checkpoint's `model.` prefix."""
-
-    def __init__(self, config: GptOssConfig, **place) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **place)
-        self.layers = nn.ModuleList(DecoderLayer(config, index, **place) for index in range(config.layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, place["device"])
-
-
-class GptOss(nn.Module):
-    """The model. Parameters are uninitialised until loaded; norms and sinks are fp32 in every dtype."""
+class GptOss(CausalModel):
+    """The model. Norms and sinks are fp32 in every dtype."""
 
     def __init__(self, config: GptOssConfig, *, dtype: torch.dtype, device: str | torch.device) -> None:
-        super().__init__()
-        self.config = config
-        self.model = Decoder(config, dtype=dtype, device=device)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
-        self.rotary = Rotary(config.rope, config.head_dim, config.max_positions, device)
-
-    @property
-    def attention_layers(self) -> list[AttentionLayer]:
-        """One per layer, in order."""
-        return [layer.self_attn.layer for layer in self.model.layers]
-
-    @property
-    def max_positions(self) -> int:
-        """How many positions the model can tell apart."""
-        return self.config.max_positions
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mixers: Mixers) -> torch.Tensor:
-        """input_ids, positions: int64 [tokens], all requests flattened -> final hidden states [tokens, hidden]."""
-        turn = self.rotary.at(positions)
-        x = self.model.embed_tokens(input_ids)
-        for index, layer in enumerate(self.model.layers):
-            x = layer(x, turn, mixers)
-            mixers.after_layer(index, x)
-        return self.model.norm(x)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [n, hidden] -> fp32 [n, vocab], accumulated and kept in fp32 so that bf16 makes no ties."""
-        weight = self.lm_head.weight
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        return F.linear(hidden.float(), weight.float())
+        layers = [DecoderLayer(config, index, dtype=dtype, device=device) for index in range(config.layers)]
+        norm = RMSNorm(config.hidden_size, config.norm_eps, device)
+        rotary = Rotary(config.rope, config.head_dim, config.max_positions, device)
+        super().__init__(config, layers, norm, rotary, dtype=dtype, device=device)

@@ -7,6 +7,9 @@ recall   64 key-value pairs among filler; `? key` asks for its value.
 needle   4 keys with 4 values each, all beyond the sliding window of the question; asks for the 4 values.
 copy     a random segment of random period, repeated; the answer continues it for 16 words.
 local    the same few keys bound anew in every block; asks for the latest value, which is inside the window.
+sums     keys bound to numbers modulo 16 among filler; `? key key` asks for the sum of their numbers.
+hop      keys bound to keys that are bound to values; `? key` asks for the key it leads to and that one's value.
+template sentences of fixed words with slots for 4 keys and their values, in a fixed cycle: what a draft can foresee.
 
 Everything is drawn through `RandomState.random_sample`, whose stream NumPy froze, so that a seed names the same
 text on every machine.
@@ -21,7 +24,10 @@ import numpy.typing as npt
 
 from suite.errors import InputError, UnknownNameError
 
-SPECIALS = ("<pad>", "<unk>", "<bos>", ".", "?", "recall", "needle", "copy", "local")
+SPECIALS = (
+    *("<pad>", "<unk>", "<bos>", ".", "?", "recall", "needle", "copy", "local"),
+    *("sums", "hop", "template"),
+)
 RESERVED = tuple(f"<r{index}>" for index in range(16 - len(SPECIALS)))
 WORDS_EACH = 80
 WORDS = SPECIALS + RESERVED + tuple(f"{kind}{index:02d}" for kind in "kvf" for index in range(WORDS_EACH))
@@ -34,6 +40,10 @@ WINDOW = 64  # the sliding window, in tokens, that needle places its answer beyo
 MAX_PAIRS = 64  # recall: key-value pairs in a text of 512 tokens or more
 NEEDLES, NEEDLE_VALUES = 4, 4
 MAX_PERIOD = 200
+MODULUS = 16  # sums: the numbers are the first value words
+MAX_CHAINS = 32  # hop
+SENTENCES, SENTENCE, TEMPLATE_KEYS = 8, 12, 4
+SLOTS = (2, 6)  # where in a sentence a key stands, its value after it
 LOCAL_KEYS, LOCAL_QUESTIONS = 14, 8  # 14 pairs and 8 questions are 60 tokens: inside the window
 
 Ids = npt.NDArray[np.int64]
@@ -146,6 +156,74 @@ def local(rng: np.random.RandomState, rows: int, length: int, questions: int) ->
     return Text(np.concatenate(ids, axis=1), np.concatenate(graded, axis=1))
 
 
+def sums(rng: np.random.RandomState, rows: int, length: int, questions: int) -> Text:
+    """One number for every 8 tokens, 64 at most; no key is asked for twice."""
+    pairs = max(2 * questions, min(MAX_PAIRS, length // 8))
+    keys = KEYS + _permutations(rng, rows, WORDS_EACH)[:, :pairs]
+    numbers = _whole(rng, (rows, pairs), MODULUS)
+    asked = _permutations(rng, rows, pairs)[:, : 2 * questions]
+    both = np.take_along_axis(numbers, asked, axis=1).reshape(rows, questions, 2).sum(2) % MODULUS
+    text = np.empty((rows, questions, 5), dtype=np.int64)
+    text[:, :, 0], text[:, :, -1] = ASK, END
+    text[:, :, 1:3] = np.take_along_axis(keys, asked, axis=1).reshape(rows, questions, 2)
+    text[:, :, 3] = VALUES + both
+    items = np.stack((keys, VALUES + numbers), axis=2)
+    return _asked_text("sums", rng, items, text, graded_from=3, length=length)
+
+
+def hop(rng: np.random.RandomState, rows: int, length: int, questions: int) -> Text:
+    """One chain of two bindings for every 16 tokens, 32 at most."""
+    chains = max(questions, min(MAX_CHAINS, length // 16))
+    keys = KEYS + _permutations(rng, rows, WORDS_EACH)[:, : 2 * chains].reshape(rows, chains, 2)
+    values = VALUES + _whole(rng, (rows, chains), WORDS_EACH)
+    asked = _permutations(rng, rows, chains)[:, :questions]
+    text = np.empty((rows, questions, 5), dtype=np.int64)
+    text[:, :, 0], text[:, :, -1] = ASK, END
+    text[:, :, 1:3] = np.take_along_axis(keys, asked[:, :, None], axis=1)
+    text[:, :, 3] = np.take_along_axis(values, asked, axis=1)
+    items = np.concatenate((keys, np.stack((keys[:, :, 1], values), axis=2)), axis=1)
+    return _asked_text("hop", rng, items, text, graded_from=2, length=length)
+
+
+def _asked_text(
+    task: str, rng: np.random.RandomState, items: Ids, questions: Ids, *, graded_from: int, length: int
+) -> Text:
+    """items [rows, n, 2] scattered in filler, then questions [rows, count, width], graded from a column on."""
+    rows, room = len(items), length - 2 - questions[0].size
+    _require_room(task, length, room, items[0].size)
+    graded = np.zeros(questions.shape, dtype=bool)
+    graded[:, :, graded_from:] = True
+    ids = np.concatenate((_opening(task, rows), _scatter(rng, items, room), questions.reshape(rows, -1)), axis=1)
+    return Text(ids, np.concatenate((np.zeros((rows, 2 + room), dtype=bool), graded.reshape(rows, -1)), axis=1))
+
+
+def _sentences() -> Ids:
+    """The fixed words of every sentence, [sentences, words]; the first names the sentence. Slots hold a key's index."""
+    rng = np.random.RandomState(20)
+    text = FILLERS + _whole(rng, (SENTENCES, SENTENCE), WORDS_EACH)
+    text[:, 0] = FILLERS + _permutations(rng, 1, WORDS_EACH)[0, :SENTENCES]
+    text[:, SLOTS] = _permutations(rng, SENTENCES, TEMPLATE_KEYS)[:, : len(SLOTS)]
+    text[:, -1] = END
+    return text
+
+
+def template(rng: np.random.RandomState, rows: int, length: int, questions: int) -> Text:
+    """4 bindings, then the cycle of sentences from a random one on. `questions` has no meaning."""
+    keys = KEYS + _permutations(rng, rows, WORDS_EACH)[:, :TEMPLATE_KEYS]
+    values = VALUES + _whole(rng, (rows, TEMPLATE_KEYS), WORDS_EACH)
+    head = np.concatenate((_opening("template", rows), np.stack((keys, values), axis=2).reshape(rows, -1)), axis=1)
+    _require_room("template", length, length - head.shape[1], SENTENCE)
+    count = -(-(length - head.shape[1]) // SENTENCE)
+    said = (_whole(rng, (rows, 1), SENTENCES) + np.arange(count)) % SENTENCES
+    body = _sentences()[said]  # [rows, count, words]
+    for slot in SLOTS:
+        which = body[:, :, slot].copy()
+        body[:, :, slot] = np.take_along_axis(keys, which, axis=1)
+        body[:, :, slot + 1] = np.take_along_axis(values, which, axis=1)
+    ids = np.concatenate((head, body.reshape(rows, -1)), axis=1)[:, :length]
+    return Text(ids, np.broadcast_to(np.arange(length) > head.shape[1], ids.shape).copy())
+
+
 @dataclass(frozen=True)
 class Language:
     """`text(rng, rows, length, questions)` draws texts; an answer has `answer_tokens` words.
@@ -164,6 +242,9 @@ LANGUAGES: dict[str, Language] = {
     "needle": Language(needle, NEEDLE_VALUES, True, NEEDLES),
     "copy": Language(copy, 16, False, 1),
     "local": Language(local, 1, True, LOCAL_QUESTIONS),
+    "sums": Language(sums, 1, True, MAX_PAIRS // 2),
+    "hop": Language(hop, 2, True, MAX_CHAINS),
+    "template": Language(template, 2 * SENTENCE, False, 1),
 }
 
 

@@ -38,17 +38,20 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight` over the last axis, computed in fp32 with an fp32 weight, returned in x's dtype."""
+    """`x / rms(x) * (weight + offset)` over the last axis, computed in fp32 with an fp32 weight, in x's dtype.
 
-    def __init__(self, size: int, eps: float, device: torch.device | str) -> None:
+    offset: 1 where the checkpoint stores the weight's distance from 1.
+    """
+
+    def __init__(self, size: int, eps: float, device: torch.device | str, *, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight).to(x.dtype)
+        return (normed * (self.weight + self.offset)).to(x.dtype)
 
 
 def rope_frequencies(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
@@ -71,7 +74,7 @@ def rope_frequencies(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)
     stretched = ramp.clamp(0, 1)
     frequencies = exact / rope.factor * stretched + exact * (1 - stretched)
-    return frequencies, 0.1 * math.log(rope.factor) + 1.0
+    return frequencies, 0.1 * math.log(rope.factor) + 1.0 if rope.amplitude is None else rope.amplitude
 
 
 class Rotary(nn.Module):
@@ -90,6 +93,8 @@ class Rotary(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x: [tokens, heads, dim], in its dtype; the rotation itself in fp32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """x: [tokens, heads, dim], in its dtype; rotated in fp32, elements past the tables' width stay as they are."""
+    turned = 2 * cos.shape[-1]
+    first, second = x[..., :turned].float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return rotated if turned == x.shape[-1] else torch.cat((rotated, x[..., turned:]), dim=-1)

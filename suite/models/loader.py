@@ -7,36 +7,52 @@ a time is streamed into the parameters.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from suite.errors import CheckpointError
+from suite.errors import CheckpointError, UnknownNameError
+from suite.models.dummy import fill_dummy
+from suite.models.hooks import resolve_shared_experts
+from suite.models.quantized import Quantization, Recipe, recipes
 from suite.models.registry import entry_of
+from suite.models.stored import TensorHeader
 
+Load = Literal["weights", "dummy"]
+LOADS: tuple[str, ...] = get_args(Load)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"BF16", "F16", "F32"}
-MXFP4_SUFFIXES = ("_blocks", "_scales")
 
 
 def load_config(folder: Path | str) -> Any:
     """The parsed config.json of `folder`: the config class of its architecture. Raises InputError by field."""
-    values = _read_config(Path(folder))
+    values = read_config(Path(folder))
     return entry_of(values).config_class().from_hf(values)
 
 
-def load_model(folder: Path | str, *, dtype: torch.dtype, device: str | torch.device) -> Any:
+def load_model(folder: Path | str, *, dtype: torch.dtype, device: str | torch.device, load: Load = "weights") -> Any:
     """The model in `folder` with its weights, in `dtype` on `device`, without gradients.
 
-    Raises InputError for a bad config.json and CheckpointError for the first tensor or file that does not fit.
+    load: `dummy` takes the geometry of config.json, reads no other file and draws weights from a fixed seed. Raises
+    InputError for a bad config.json and CheckpointError for the first tensor or file that does not fit.
     """
-    model, shards = _fit(Path(folder), dtype, device)
-    parameters = dict(model.named_parameters())
-    for name, tensor in _stream(shards):
-        parameters[name].copy_(tensor)
+    if load not in LOADS:
+        raise UnknownNameError("load", load, LOADS)
+    values = read_config(Path(folder))
+    model = build(values, dtype, device)
+    return fill_dummy(model).eval() if load == "dummy" else fill(model, Path(folder), values)
+
+
+def fill(model: Any, folder: Path, values: dict[str, Any]) -> Any:
+    """`model` with the weights in `folder`, whose config.json holds `values`. CheckpointError for what does not fit."""
+    shards, made_of = _match(model, folder, values)
+    targets = model.checkpoint_tensors({name for headers in shards.values() for name in headers})
+    for name, parts in _stream(shards, made_of):
+        made_of[name].fill(targets[name], *parts)
+        if not all(bool(end.isfinite()) for end in targets[name].aminmax()):  # NaN passes through; no copy is made
+            raise CheckpointError(name, "NaN or infinite", "finite weights")
+        del parts  # the last one of a shard would keep it mapped beside the next
     return model.eval()
 
 
@@ -45,32 +61,36 @@ def check_checkpoint(folder: Path | str) -> int:
 
     Returns the model's positions: how many tokens a request may have.
     """
-    model, _ = _fit(Path(folder), torch.float32, "meta")
+    values = read_config(Path(folder))
+    model = build(values, torch.float32, "meta")
+    _match(model, Path(folder), values)
     return int(model.max_positions)
 
 
-@dataclass(frozen=True)
-class TensorHeader:
-    """What a safetensors header says of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def _fit(
-    folder: Path, dtype: torch.dtype, device: str | torch.device
-) -> tuple[Any, dict[Path, dict[str, TensorHeader]]]:
-    """The unfilled model of `folder` and the headers of its shards, which fill it exactly."""
-    values = _read_config(folder)
+def build(values: dict[str, Any], dtype: torch.dtype, device: str | torch.device) -> Any:
+    """The unfilled model of a config.json, without gradients, stamped with what its entry class answered."""
     entry = entry_of(values)
-    model = entry.model_class()(entry.config_class().from_hf(values), dtype=dtype, device=device)
-    model.requires_grad_(False)
-    shards = _read_headers(folder)
-    _check_tensors(shards, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
-    return model, shards
+    config, model_class = entry.config_class().from_hf(values), entry.model_class()
+    shared_experts = resolve_shared_experts(model_class, config, values.get("quantization_config"))
+    model = model_class(config, dtype=dtype, device=device).requires_grad_(False)
+    model.shared_experts = shared_experts
+    return model
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _match(
+    model: Any, folder: Path, values: dict[str, Any]
+) -> tuple[dict[Path, dict[str, TensorHeader]], dict[str, Recipe]]:
+    """The headers of the shards in `folder`, which fill `model` exactly, and how they do."""
+    shards = {
+        path: {name: header for name, header in headers.items() if not model.other_runners_tensor(name)}
+        for path, headers in _read_headers(folder).items()
+    }
+    held = {name: header for headers in shards.values() for name, header in headers.items()}
+    shapes = {name: tuple(target.shape) for name, target in sorted(model.checkpoint_tensors(set(held)).items())}
+    return shards, recipes(held, shapes, Quantization.read(values))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
     values = _read_json(folder / "config.json")
     if not isinstance(values, dict):
         raise CheckpointError(str(folder / "config.json"), values, "a JSON object")
@@ -129,26 +149,18 @@ def _read_header(path: Path, index: Path | None = None) -> dict[str, TensorHeade
         raise CheckpointError(str(path), str(error), "a complete safetensors file") from None
 
 
-def _check_tensors(shards: dict[Path, dict[str, TensorHeader]], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuse the first tensor, by name, that is quantised, missing, extra, wrongly shaped or not of a float dtype."""
-    held = {name: header for headers in shards.values() for name, header in headers.items()}
-    for name in sorted(held):
-        if name.endswith(MXFP4_SUFFIXES) and name not in shapes:
-            raise CheckpointError(name, f"MXFP4 {held[name].dtype}", f"unquantised experts, {name.rsplit('_', 1)[0]}")
-    for name in sorted(set(shapes) - set(held)):
-        raise CheckpointError(name, "missing", f"a tensor of shape {list(shapes[name])} in the checkpoint")
-    for name in sorted(set(held) - set(shapes)):
-        raise CheckpointError(name, f"a tensor of shape {list(held[name].shape)}", "no such tensor: the model has none")
-    for name, shape in sorted(shapes.items()):
-        if held[name].shape != shape:
-            raise CheckpointError(name, list(held[name].shape), f"shape {list(shape)}")
-        if held[name].dtype not in DTYPES:
-            raise CheckpointError(name, held[name].dtype, f"one of {', '.join(sorted(DTYPES))}")
-
-
-def _stream(shards: dict[Path, dict[str, TensorHeader]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor, one file open at a time."""
+def _stream(
+    shards: dict[Path, dict[str, TensorHeader]], made_of: dict[str, Recipe]
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Every parameter's parts once they are all read, one file open at a time."""
+    owner = {part: name for name, recipe in made_of.items() for part in recipe.parts}
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
     for path, headers in shards.items():
         with safe_open(path, framework="pt") as file:
-            for name in headers:
-                yield name, file.get_tensor(name)
+            for part in headers:
+                name = owner[part]
+                read = waiting.setdefault(name, {})
+                read[part] = file.get_tensor(part)
+                if len(read) == len(made_of[name].parts):
+                    yield name, [waiting[name][each] for each in made_of[name].parts]
+                    del waiting[name], read

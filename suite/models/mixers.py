@@ -43,6 +43,9 @@ class Mixers(Protocol):
         Equals absorbed attention up to rounding. Returns [tokens, heads, v_dim] in q's dtype.
         """
 
+    def store(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k and v [tokens, kv_heads, head_dim] without attending: rows that a draft is fed."""
+
     def recur(self, layer: "LinearLayer", inputs: "LinearInputs") -> torch.Tensor:
         """Advance the recurrent state of every request; returns [tokens, v_heads, v_dim] in the inputs' dtype."""
 

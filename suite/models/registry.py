@@ -30,8 +30,25 @@ class Entry:
         return _import(self.config)
 
 
+_DENSE = Entry("suite.models.qwen3:DenseDecoder", "suite.models.dense_config:DenseConfig")
+_LIGHTNING = Entry(
+    "suite.models.lightning_hybrid:LightningHybrid", "suite.models.lightning_hybrid:LightningHybridConfig"
+)
+_QWEN_HYBRID = Entry("suite.models.qwen_hybrid:QwenHybrid", "suite.models.hybrid_config:QwenHybridConfig")
+
 ENTRIES: dict[str, Entry] = {
+    "BailingMoeLinearForCausalLM": _LIGHTNING,
+    "DeepseekV2ForCausalLM": Entry("suite.models.deepseek_mla:DeepseekMla", "suite.models.mla_config:DeepseekConfig"),
+    "DeepseekV3ForCausalLM": Entry("suite.models.deepseek_mla:DeepseekMla", "suite.models.mla_config:DeepseekConfig"),
     "GptOssForCausalLM": Entry("suite.models.gpt_oss:GptOss", "suite.models.config:GptOssConfig"),
+    "KimiLinearForCausalLM": Entry("suite.models.kimi_linear:KimiLinear", "suite.models.kimi_config:KimiLinearConfig"),
+    "LlamaForCausalLM": _DENSE,
+    "Qwen3ForCausalLM": _DENSE,
+    "Qwen3NextForCausalLM": _QWEN_HYBRID,
+    "Qwen3_5ForCausalLM": _QWEN_HYBRID,
+    "Qwen3_5ForConditionalGeneration": _QWEN_HYBRID,
+    "Qwen3_5MoeForCausalLM": _QWEN_HYBRID,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_HYBRID,
 }
 
 

@@ -7,6 +7,7 @@ runs and machines.
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from suite.models.languages import VALUES, WORDS, WORDS_EACH, question
 from suite.records import content_hash
 
 Document = dict[str, Any]
+SHORTEST_TEXT = 32  # words of a workload's text before it is cut: the copy language has nothing shorter
 
 
 def documents(language: str, *, seed: int, n: int, length: int, choices: int = 0) -> list[Document]:
@@ -46,17 +48,24 @@ def spell(ids: list[int]) -> str:
     return " ".join(WORDS[index] for index in ids)
 
 
+def workload_text(tokenizer: Any, seed: int) -> Callable[[int, int], list[int]]:
+    """Text `number` of exactly so many ids, from the copy language, whose long continuations are determined."""
+
+    def text(number: int, tokens: int) -> list[int]:
+        ids = tokenizer.encode(spell(question("copy", seed, number, max(tokens, SHORTEST_TEXT))[0])).ids
+        if len(ids) < tokens:
+            raise InputError("prompt_tokens", len(ids), f"{tokens}: the tokenizer drops words")
+        return ids[:tokens]  # a tokenizer that splits words gives more than one id for each
+
+    return text
+
+
 def workload_prompts(tokenizer: Any, n: int, prompt_tokens: int, seed: int) -> list[list[int]]:
-    """`n` prompts of exactly `prompt_tokens` ids from the copy language, whose long continuations are determined."""
+    """`n` prompts of exactly `prompt_tokens` ids."""
     if n < 1:
         raise InputError("requests", n, "a positive number of prompts")
-    prompts = []
-    for index in range(n):
-        ids = tokenizer.encode(spell(question("copy", seed, index, prompt_tokens)[0])).ids
-        if len(ids) < prompt_tokens:
-            raise InputError("prompt_tokens", len(ids), f"{prompt_tokens}: the tokenizer drops words")
-        prompts.append(ids[:prompt_tokens])  # a tokenizer that splits words gives more than one id for each
-    return prompts
+    text = workload_text(tokenizer, seed)
+    return [text(index, prompt_tokens) for index in range(n)]
 
 
 def write_jsonl(path: Path | str, items: list[Document]) -> None:

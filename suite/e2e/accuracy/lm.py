@@ -12,12 +12,11 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from tokenizers import Tokenizer
 
-from suite.e2e.accuracy.documents import workload_prompts
 from suite.e2e.accuracy.task import Task, load_task
 from suite.errors import InputError
 from suite.records import ItemOutcome, Metric
 
-__all__ = ["EngineLM", "Server", "evaluate_tasks", "workload_prompts"]
+__all__ = ["EngineLM", "Server", "evaluate_tasks"]
 
 
 class Server(Protocol):

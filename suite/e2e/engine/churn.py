@@ -42,6 +42,11 @@ class Churn:
             self.observed += int(bound.sum())
             self.moved += int(span.relocated[virtual_pages][bound].sum())
 
+    @property
+    def held(self) -> int:
+        """Pages of the ballast."""
+        return len(self._held)
+
     def finish(self) -> None:
         self.allocator.free(self._held)
         self._held.clear()

@@ -1,54 +1,73 @@
-"""One model with its pool, allocator, translator and backend: what turns a scheduler step into logits."""
+"""One model with its pool, allocator, translator and backends: what turns a scheduler step into logits."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 import torch
 
-from suite.e2e.engine.graphs import DecodeGraphs
+from suite.e2e.engine.graphs import CapturedStep, Forwarded, StepGraphs
+from suite.e2e.engine.mixers import PooledMixers
 from suite.e2e.engine.scheduler import Step
-from suite.errors import KvproofError
+from suite.errors import InvariantError, KvproofError
 from suite.kernels.allocators.paged import PageAllocator
+from suite.kernels.allocators.slots import SlotAllocator
 from suite.kernels.attention.base import AttentionBackend, Metadata
+from suite.kernels.attention.mla_prefill import MlaPrefill
 from suite.kernels.batch import ForwardBatch, ForwardMode
 from suite.kernels.geometry import AttentionLayer
 from suite.kernels.ids import VirtualIds
+from suite.kernels.linear import linear_backend_class
+from suite.kernels.linear.metadata import LinearMetadata
+from suite.kernels.linear.stamp import LinearAttnFlags, resolve, stamp_runner
+from suite.kernels.pools.state import KernelSlots, StateGeometry, VirtualSlots
 from suite.kernels.translator import KVIndexTranslator
+from suite.kernels.upload import upload
 from suite.models.mixers import Mixers
 
 
 class CausalModel(Protocol):
     """What the engine needs of a model."""
 
-    attention_layers: list[AttentionLayer]
-    max_positions: int
+    linear_family: ClassVar[str | None]
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def state_geometry(self, dtype: torch.dtype) -> StateGeometry | None: ...
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, mixers: Mixers) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True)
-class PooledMixers:
-    """The mixers of one forward over the runner's pools."""
-
-    backend: AttentionBackend
-    metadata: Metadata
-    expands_latent: bool = False
-
-    def attend(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> torch.Tensor:
-        return self.backend.forward(layer, q, k, v, self.metadata)
-
-    def after_layer(self, index: int, residual: torch.Tensor) -> None:
-        """No draft is fed."""
-
-
 class NonFiniteLogitsError(KvproofError):
     """NaN or infinity in the logits: a row was read that nobody wrote."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """`draft_tokens`: drafts per verify, 0 without speculation. `feature_layers` feed a draft. `expand_tokens`:
+    prefix tokens of latent layers that a prefill may expand at once, 0 to attend to latent rows throughout."""
+
+    max_batch: int
+    graph: bool
+    draft_tokens: int = 0
+    feature_layers: tuple[int, ...] = ()
+    linear_family: str | None = None
+    linear_flags: LinearAttnFlags = field(default_factory=LinearAttnFlags)
+    expand_tokens: int = 0
+
+
 class Runner:
-    """Runs steps eagerly, or decode steps captured when `graph` is set."""
+    """Runs steps eagerly, or decode and verify steps captured when `graph` is set.
+
+    `slots` and `req_to_slot` (int64 [requests], virtual slots, row 0 is padding) are the state slots of a model with
+    recurrent layers, whose backend is built here, after the stamp.
+    """
 
     def __init__(
         self,
@@ -56,59 +75,151 @@ class Runner:
         allocator: PageAllocator,
         translator: KVIndexTranslator,
         backend: AttentionBackend,
+        config: RunnerConfig,
         *,
-        max_batch: int,
-        graph: bool,
+        slots: SlotAllocator | None = None,
+        req_to_slot: torch.Tensor | None = None,
     ) -> None:
         self.model, self.allocator, self.translator, self.backend = model, allocator, translator, backend
-        self.graphs = DecodeGraphs(self._logits_of_all, backend, self._padding, max_batch) if graph else None
+        self.config, self.slots, self.req_to_slot = config, slots, req_to_slot
+        stamp_runner(self, resolve(config.linear_flags))
+        self.linear = None
+        if slots is not None and config.linear_family is not None:
+            cls = linear_backend_class(config.linear_family)
+            self.linear = cls(runner=self, pool=slots.pool, launcher=backend.launcher, topk=config.draft_tokens and 1)
+            if config.draft_tokens:
+                self.linear.reserve_verify(config.max_batch, config.draft_tokens + 1)
+        self.expanded = None
+        if config.expand_tokens:
+            self.expanded = MlaPrefill(
+                pool=translator.pool,
+                translator=translator,
+                launcher=backend.launcher,
+                chunk_tokens=config.expand_tokens,
+            )
+        self._verified: LinearMetadata | None = None
+        self.graphs = self._capture() if config.graph else None
 
     @torch.inference_mode()
-    def forward(self, step: Step, rows: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [n, vocab] of the step's token rows `rows` [n]."""
-        self.allocator.begin_forward(step.written_pages)
-        if step.mode is ForwardMode.DECODE and self.graphs is not None:
-            logits = self.graphs.run(self._batch(step, self.graphs.lanes_for(len(step.requests))))[rows]
+    def forward(self, step: Step, rows: torch.Tensor) -> Forwarded:
+        """Results of the step; its logits [n, vocab] are those of token rows `rows` [n]."""
+        owns = self.translator.owns_ids
+        if owns:
+            self.allocator.begin_forward(step.written_pages, [request.slot for request in step.requests])
+        if self.graphs is not None and self.graphs.has(step.mode):
+            done = self.graphs.run(self._batch(step, self.graphs.lanes_for(len(step.requests))))
+            logits = done.logits[rows]
         else:
             batch = self._batch(step, len(step.requests))
-            logits = self.model.logits(self._hidden(batch.input_ids, batch.positions, self.backend.plan(batch))[rows])
-        self.allocator.end_forward()
+            done = self._run(batch.input_ids, batch.positions, self._plan(batch), rows)
+            logits = done.logits
+        if owns:
+            self.allocator.end_forward()
         if not bool(logits.isfinite().all()):
             bad = [i for i, row in enumerate(logits.isfinite().all(-1).tolist()) if not row]
             raise NonFiniteLogitsError(
                 f"logits of {len(bad)} of {len(logits)} rows are not finite, the first is row {bad[0]}"
             )
-        return logits
+        return Forwarded(hidden=done.hidden, logits=logits, features=done.features)
+
+    @torch.inference_mode()
+    def commit(self, lengths: Sequence[int]) -> None:
+        """After a verify: advance the recurrent states by the first `lengths` new tokens of every request."""
+        if self.linear is None:
+            return
+        if self._verified is None:
+            raise InvariantError("commit before a verify")
+        padded = [*lengths, *[0] * (self._verified.slots.tensor.numel() - len(lengths))]
+        self.linear.commit(self._verified, upload(padded, self.translator.req_to_token.device))
+        self._verified = None
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _hidden(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: Metadata) -> torch.Tensor:
-        return self.model(input_ids, positions, PooledMixers(self.backend, metadata))
+    def _capture(self) -> StepGraphs:
+        config, drafts = self.config, self.config.draft_tokens
+        self.backend.capture(config.max_batch, drafts + 1)
+        if self.linear is not None:
+            self.linear.capture(config.max_batch)
+        modes = {ForwardMode.DECODE: 1} | ({ForwardMode.VERIFY: drafts + 1} if drafts else {})
+        steps = [
+            CapturedStep(mode=mode, query_len=length, padding=self._padding, refill=self._refill)
+            for mode, length in modes.items()
+        ]
+        return StepGraphs(steps, config.max_batch, self.translator.req_to_token.device)
 
-    def _logits_of_all(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: Metadata) -> torch.Tensor:
-        return self.model.logits(self._hidden(input_ids, positions, metadata))
+    def _refill(self, batch: ForwardBatch) -> Callable[[torch.Tensor, torch.Tensor], Forwarded]:
+        """Refill every stable buffer; what comes back runs the model over them."""
+        metadata, linear = self.backend.replay(batch), None
+        if self.linear is not None:
+            verify = batch.mode is ForwardMode.VERIFY
+            linear = self.linear.replay(batch, self._kernel_slots(batch), verify=verify)
+            self._verified = linear if verify else None
+        mixers = self._mixers(metadata, linear)
+        return lambda input_ids, positions: self._run(input_ids, positions, mixers, None)
+
+    def _plan(self, batch: ForwardBatch) -> PooledMixers:
+        linear = None
+        if self.linear is not None:
+            verify = batch.mode is ForwardMode.VERIFY
+            linear = self.linear.plan(batch, self._kernel_slots(batch), verify=verify)
+            self._verified = linear if verify else None
+        expands = batch if batch.mode is ForwardMode.EXTEND else None
+        return self._mixers(self.backend.plan(batch), linear, expands)
+
+    def _mixers(
+        self, metadata: Metadata, linear: LinearMetadata | None, expands: ForwardBatch | None = None
+    ) -> PooledMixers:
+        return PooledMixers(
+            backend=self.backend,
+            metadata=metadata,
+            linear=self.linear,
+            linear_metadata=linear,
+            expanded=self.expanded,
+            batch=expands,
+            expands_latent=expands is not None and self.expanded is not None,
+            feature_layers=self.config.feature_layers,
+        )
+
+    def _run(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, mixers: PooledMixers, rows: torch.Tensor | None
+    ) -> Forwarded:
+        hidden = self.model(input_ids, positions, mixers)
+        features = None
+        if self.config.feature_layers:
+            features = torch.cat([mixers.features[layer] for layer in self.config.feature_layers], -1)
+        logits = self.model.logits(hidden if rows is None else hidden[rows])
+        return Forwarded(hidden=hidden, logits=logits, features=features)
+
+    def _kernel_slots(self, batch: ForwardBatch) -> KernelSlots:
+        assert self.slots is not None
+        assert self.req_to_slot is not None
+        return self.slots.kernel_slots(VirtualSlots(self.req_to_slot[batch.req_rows]))
 
     def _batch(self, step: Step, lanes: int) -> ForwardBatch:
         """The step as a forward batch, padded to `lanes` with requests that read and write the sink only."""
-        padding = [0] * (lanes - len(step.requests))
+        spare, query_len = lanes - len(step.requests), step.query_lens[0]
         written = step.virtual_write_ids.tensor
+        if spare:
+            written = torch.cat([written, written.new_zeros(spare * query_len)])
         return ForwardBatch.create(
             mode=step.mode,
-            input_ids=step.input_ids + padding,
-            req_rows=[request.row for request in step.requests] + padding,
-            seq_lens=step.seq_lens + [1 for _ in padding],
-            query_lens=step.query_lens + [1 for _ in padding],
-            virtual_write_ids=VirtualIds(torch.cat([written, written.new_zeros(len(padding))]) if padding else written),
+            input_ids=step.input_ids + [0] * (spare * query_len),
+            req_rows=[request.row for request in step.requests] + [0] * spare,
+            seq_lens=step.seq_lens + [query_len] * spare,
+            query_lens=step.query_lens + [query_len] * spare,
+            virtual_write_ids=VirtualIds(written),
             translator=self.translator,
         )
 
-    def _padding(self, lanes: int) -> ForwardBatch:
+    def _padding(self, mode: ForwardMode, lanes: int) -> ForwardBatch:
+        query_len = 1 if mode is ForwardMode.DECODE else self.config.draft_tokens + 1
+        device = self.translator.req_to_token.device
         return ForwardBatch.create(
-            mode=ForwardMode.DECODE,
-            input_ids=[0] * lanes,
+            mode=mode,
+            input_ids=[0] * (lanes * query_len),
             req_rows=[0] * lanes,
-            seq_lens=[1] * lanes,
-            query_lens=[1] * lanes,
-            virtual_write_ids=VirtualIds(torch.zeros(lanes, dtype=torch.int64, device=self.backend.pool.device)),
+            seq_lens=[query_len] * lanes,
+            query_lens=[query_len] * lanes,
+            virtual_write_ids=VirtualIds(torch.zeros(lanes * query_len, dtype=torch.int64, device=device)),
             translator=self.translator,
         )

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from suite.e2e.matrix.executors import PARENT_PID
 from suite.errors import InputError, RefusedError
-from suite.records import CellJob, Outcome, Status
+from suite.records import CellJob, Guards, Outcome, Status
 
 INTERPRET = "TRITON_INTERPRET"
 PARENT_POLL_S = 1.0
@@ -49,19 +49,35 @@ def outlive_nobody(parent: int) -> None:
 
 
 def execute(job: CellJob) -> Outcome:
-    """What the job came to. Refusals and bad input are outcomes; every other exception is a crash."""
+    """What the job came to. Refusals, bad input and want of memory are outcomes; all else is a crash."""
     set_interpreter(job)
+    from suite.e2e.matrix.placement import placement
+
     if job.cell.family == "kernel":
         from suite.e2e.matrix.measure_kernel import measure_kernel as measure
     else:
         from suite.e2e.matrix.measure import measure
 
     try:
-        return measure(job)
+        with placement(job.cell.device, job.placement_seed) as padding:
+            outcome = measure(job)
     except RefusedError as error:
         return ended(job, "refused", "refused", str(error))
     except InputError as error:
         return ended(job, "crashed", "bad_input", str(error))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return ended(job, "crashed", "out_of_memory", " ".join(str(error).split()) or "no memory left")
+    return replace(outcome, guards=replace(outcome.guards or Guards(), padding_bytes=padding))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether `error` is CUDA's, torch's host allocator's or Python's way to say that memory is used up."""
+    import torch
+
+    host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return host or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def set_interpreter(job: CellJob) -> None:

@@ -23,6 +23,7 @@ class Exactness(Record):
     values: int
     token_mismatches: int = 0
     tokens: int = 0
+    first: int | None = None  # position (of the samples' first axis) where the two part
 
     @property
     def exact(self) -> bool:
@@ -43,15 +44,15 @@ def judge(cell: Cell, arm: Arm, outcome: Outcome, static: Outcome | None) -> Rul
     if outcome.status == "passed" and outcome.launcher != cell.launcher:
         reason = f"executed by {outcome.launcher}, the cell asks for {cell.launcher}"
         outcome = wrong(outcome, "launcher_differs", reason)
-    if arm.pool == "static":
+    if arm.is_reference:
         return Ruling(outcome=outcome)
     exactness = None
     if static is not None and static.status == "passed":
-        outcome, exactness = compare(outcome, static)
-    return Ruling(outcome=check_moved(outcome), exactness=exactness)
+        outcome, exactness = compare(outcome, static, arm.label or "unified")
+    return Ruling(outcome=outcome if arm.pool == "static" else check_moved(outcome), exactness=exactness)
 
 
-def compare(outcome: Outcome, static: Outcome) -> tuple[Outcome, Exactness | None]:
+def compare(outcome: Outcome, static: Outcome, arm: str = "unified") -> tuple[Outcome, Exactness | None]:
     """`outcome` with its distance from `static`, wrong unless that is zero."""
     if reason := not_comparable(outcome, static):
         return wrong(outcome, "not_comparable", reason), None
@@ -59,10 +60,10 @@ def compare(outcome: Outcome, static: Outcome) -> tuple[Outcome, Exactness | Non
     pairs = {name: (find(static, name), find(outcome, name)) for name in names}
     for name, (a, b) in pairs.items():
         if a is None or b is None:
-            lacking = "static" if a is None else "unified"
+            lacking = "static" if a is None else arm
             return wrong(outcome, "not_comparable", f"the {lacking} arm has no samples of {name}"), None
         if a.shape != b.shape or 0 in a.shape:
-            reason = f"{name} of shapes {list(a.shape)} static and {list(b.shape)} unified"
+            reason = f"{name} of shapes {list(a.shape)} static and {list(b.shape)} {arm}"
             return wrong(outcome, "shapes_differ", reason), None
     unpacked = {name: (a.unpack(), b.unpack()) for name, (a, b) in pairs.items() if a and b}
     of = names[0].removesuffix("s")
@@ -70,6 +71,8 @@ def compare(outcome: Outcome, static: Outcome) -> tuple[Outcome, Exactness | Non
     outcome = replace(outcome, metrics={**outcome.metrics, **exactness_metrics(exactness)})
     if not exactness.exact:
         reason = f"largest {of} difference {exactness.max_diff:g} over {exactness.values} values"
+        if exactness.first is not None:
+            reason += f", the first at position {exactness.first}"
         if exactness.tokens:
             reason += f", {exactness.token_mismatches} of {exactness.tokens} tokens differ"
         outcome = wrong(outcome, f"{of}s_differ", f"{reason}, expected 0")
@@ -99,8 +102,10 @@ def measure_exactness(
     a, b = (array.astype(np.float64) for array in values)
     with np.errstate(invalid="ignore"):
         distance = np.where(a == b, 0.0, np.abs(a - b))
+    parted = np.flatnonzero((distance.reshape(len(distance), -1) != 0.0).any(axis=1))  # NaN is not 0 either
     return Exactness(
         of=of,
+        first=int(parted[0]) if parted.size else None,
         max_diff=float(distance.max()),  # NaN wins
         values=distance.size,
         token_mismatches=int((tokens[0] != tokens[1]).sum()) if tokens else 0,

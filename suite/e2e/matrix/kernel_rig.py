@@ -8,7 +8,7 @@ import random
 
 import torch
 
-from suite.e2e.engine.engine import build_allocator
+from suite.e2e.engine.pools import build_allocator
 from suite.e2e.matrix.device import DTYPES
 from suite.kernels.batch import ForwardBatch, ForwardMode
 from suite.kernels.geometry import AttentionLayer, RunnerGeometry, pages_for
@@ -17,6 +17,7 @@ from suite.kernels.shapes import attention_layers
 from suite.kernels.translator import KVIndexTranslator
 from suite.records import Cell, KernelWorkload, PoolMode
 
+FORWARD_MODES = {"decode": ForwardMode.DECODE, "verify": ForwardMode.VERIFY}
 BALLAST_SHARE = 0.75  # of the requests' pages; as many of those move when it is given back
 
 
@@ -38,6 +39,11 @@ class KernelRig:
         self.seed = cell.seed
         self._fill(table)
         self.batch = self._batch(table)
+
+    @property
+    def kinds(self) -> list[AttentionLayer]:
+        """One layer of each kind."""
+        return list({layer.kind: layer for layer in self.layers}.values())
 
     def moved_share(self) -> tuple[float, int]:
         """Share of the requests' pages that the packing has moved, and of how many."""
@@ -93,7 +99,7 @@ class KernelRig:
     def _batch(self, table: torch.Tensor) -> ForwardBatch:
         batch, tokens, queries = self.workload.batch, self.workload.tokens, self.workload.query_tokens
         return ForwardBatch.create(
-            mode=ForwardMode.DECODE if queries == 1 else ForwardMode.EXTEND,
+            mode=FORWARD_MODES.get(self.workload.op, ForwardMode.EXTEND),
             input_ids=[0] * (batch * queries),
             req_rows=list(range(1, batch + 1)),
             seq_lens=[tokens] * batch,

@@ -6,23 +6,32 @@ A red gate writes a row without latency: nobody should quote the speed of a wron
 import hashlib
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from suite.e2e.accuracy.lm import evaluate_tasks, workload_prompts
+from suite.e2e.accuracy.documents import workload_text
+from suite.e2e.accuracy.lm import evaluate_tasks
 from suite.e2e.accuracy.task import load_task
-from suite.e2e.engine.engine import Engine, EngineConfig
+from suite.e2e.engine.config import EngineConfig
+from suite.e2e.engine.engine import Engine
 from suite.e2e.engine.requests import Request
 from suite.e2e.engine.runner import NonFiniteLogitsError
+from suite.e2e.engine.workload import Text, longest_context, mix_shift, schedule, static_split
 from suite.e2e.faults.planting import plant
 from suite.e2e.matrix.device import DTYPES, prepare_device
+from suite.e2e.matrix.engine_metrics import cache_metrics, draft_metrics, draft_samples, mix_metrics, pool_metrics
+from suite.e2e.matrix.watch import watch
 from suite.kernels.attention.support import kernel_library
 from suite.models.loader import load_model
 from suite.models.registry import resolve_model
 from suite.models.tokenizer import load_tokenizer
 from suite.provenance import provenance
-from suite.records import CellJob, Metric, Outcome, Samples, Workload, canonical_json
+from suite.records import CellJob, Guards, Metric, Outcome, Samples, Workload, canonical_json
+
+SNAPSHOT_TOKENS = 64  # how far apart recurrent states are kept for the prefix cache
 
 
 def measure(job: CellJob) -> Outcome:
@@ -32,10 +41,11 @@ def measure(job: CellJob) -> Outcome:
     folder = resolve_model(cell.model)
     model = load_model(folder, dtype=DTYPES[cell.dtype], device=cell.device)
     tokenizer = load_tokenizer(folder)
-    engine = Engine(model, engine_config(job))
+    text = workload_text(tokenizer, cell.seed)
+    engine = build(job, model, text)
     for name in job.arm.plants:
         plant(name, engine)
-    prompts = workload_prompts(tokenizer, workload.requests, workload.prompt_tokens, cell.seed)
+    prompts = [request.prompt for request in schedule(workload, text, cell.seed)]
     facts = {
         "launcher": engine.backend.launcher,
         "provenance": provenance(cell.device, kernel_library(cell.backend, engine.backend.launcher)),
@@ -43,17 +53,20 @@ def measure(job: CellJob) -> Outcome:
             "page_size": engine.translator.page_size,
             "captured_sizes": engine.runner.graphs.sizes if engine.runner.graphs else [],
             "attention_layers": len(model.attention_layers),
+            "simulated_accept": workload.speculation == "simulated",
         },
         "prompt_hash": hashlib.sha256(canonical_json(prompts)).hexdigest(),
     }
     try:
         metrics, items = evaluate_tasks(engine, tokenizer, workload.tasks, cell.seed)
-        served = serve(engine, prompts, workload, keep_logits=True)
+        served = serve(engine, text, workload, keep_logits=True)
     except NonFiniteLogitsError as error:
         return Outcome(status="wrong", reason_code="not_finite", reason=str(error), **facts)
-    generated = sum(len(request.output) for request in served)
-    metrics |= pool_metrics(engine) | {"generated_tokens": Metric.of("generated_tokens", generated, len(served))}
+    metrics |= run_metrics(engine, served)
     samples = exactness_samples(served, workload)
+    if workload.speculation not in ("none", "simulated"):
+        metrics |= draft_metrics(served)
+        samples += draft_samples(served, workload.draft_tokens)
     if reason := below_floor(metrics, workload):
         return Outcome(
             status="wrong",
@@ -64,39 +77,102 @@ def measure(job: CellJob) -> Outcome:
             items=items,
             **facts,
         )
-    times, time_samples = timing(engine, prompts, workload)
-    return Outcome(status="passed", metrics=metrics | times, samples=samples + time_samples, items=items, **facts)
+    if workload.sized_for is not None:
+        metrics |= shift(job, model, text)
+    times, time_samples, guards = timing(engine, text, workload)
+    return Outcome(
+        status="passed",
+        metrics=metrics | times,
+        samples=samples + time_samples,
+        items=items,
+        guards=guards,
+        **facts,
+    )
+
+
+def build(job: CellJob, model: Any, text: Text) -> Engine:
+    """The engine that `job` asks for, with what its drafts come from."""
+    cell, workload = job.cell, job.cell.workload
+    config, draft, truth = engine_config(job), None, None
+    if workload.speculation == "model":
+        draft = load_model(resolve_model(workload.draft), dtype=DTYPES[cell.dtype], device=cell.device)
+    elif workload.speculation == "scripted":
+        plain = Engine(model, replace(config, speculation="none", draft_tokens=0, script=()))
+        truth = {tuple(request.prompt): request.output for request in serve(plain, text, workload)}
+    return Engine(model, config, draft=draft, truth=truth)
 
 
 def engine_config(job: CellJob) -> EngineConfig:
     """The engine that `job` asks for, with room for the longest of its prompts."""
     cell, workload = job.cell, job.cell.workload
-    return EngineConfig(
+    config = EngineConfig(
         backend=cell.backend,
         launcher=cell.launcher,
         pool=job.arm.pool,
         page_size=cell.page_size,
         max_batch=workload.batch,
-        max_context=max(
-            workload.prompt_tokens + workload.new_tokens, *(load_task(name).longest for name in workload.tasks), 1
-        ),
+        max_context=max(longest_context(workload), *(load_task(name).longest for name in workload.tasks), 1),
         chunk_tokens=workload.chunk_tokens,
         dtype=DTYPES[cell.dtype],
         device=cell.device,
         graph=cell.graph,
         seed=cell.seed,
+        prefix_cache=workload.prefix_cache,
+        snapshot_tokens=-(-SNAPSHOT_TOKENS // cell.page_size) * cell.page_size,
+        snapshots=2 * workload.batch,
+        mixed=workload.mixed,
+        speculation=workload.speculation,
+        draft_tokens=workload.draft_tokens,
+        script=workload.script,
+        fused_draft=workload.fused_draft,
     )
+    if workload.pool_share is None:
+        return config
+    longest = -(-(config.max_context + config.draft_tokens) // cell.page_size)
+    return replace(config, pool_pages=max(longest, int(workload.pool_share * config.request_pages)))
 
 
 def serve(
-    engine: Engine, prompts: Sequence[list[int]], workload: Workload, *, keep_logits: bool = False, churn: bool = True
+    engine: Engine, text: Text, workload: Workload, *, keep_logits: bool = False, churn: bool = True
 ) -> list[Request]:
-    """The workload's prompts, each decoded for exactly `new_tokens` tokens."""
-    requests = [
-        Request(prompt=list(prompt), max_new_tokens=workload.new_tokens, keep_logits=keep_logits) for prompt in prompts
-    ]
+    """The workload's requests, all turns of a conversation one after the other, each of exactly `new_tokens` tokens."""
+    requests = schedule(workload, text, engine.config.seed, keep_logits=keep_logits)
     engine.run(requests, churn=churn)
-    return requests
+    turns = []
+    for request in requests:
+        turn: Request | None = request
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.next
+    return turns
+
+
+def shift(job: CellJob, model: Any, text: Text) -> dict[str, Metric]:
+    """The mix shift, in the bytes of a static pool that is sized for one of the two mixes, with no other limit."""
+    workload = job.cell.workload
+    windows = [layer.window for layer in model.attention_layers if layer.window is not None]
+    split = static_split(workload, job.cell.page_size, max(windows, default=None))
+    config = replace(
+        engine_config(job),
+        max_batch=workload.requests + workload.long_requests,
+        max_context=longest_context(workload),
+        graph=False,
+        pool_pages=None,
+        split=split,
+        speculation="none",
+        draft_tokens=0,
+        script=(),
+        mixed=False,
+    )
+    engine = Engine(model, config)
+    engine.run(mix_shift(workload, text), churn=False)
+    return mix_metrics(engine)
+
+
+def run_metrics(engine: Engine, served: Sequence[Request]) -> dict[str, Metric]:
+    generated = sum(len(request.output) for request in served)
+    metrics = pool_metrics(engine) | {"generated_tokens": Metric.of("generated_tokens", generated, len(served))}
+    return metrics | (cache_metrics(served) if engine.config.prefix_cache else {})
 
 
 def exactness_samples(served: Sequence[Request], workload: Workload) -> tuple[Samples, ...]:
@@ -106,17 +182,6 @@ def exactness_samples(served: Sequence[Request], workload: Workload) -> tuple[Sa
     for row, request in zip(tokens, served, strict=True):
         row[: len(request.output)] = request.output
     return Samples.pack("logits", logits), Samples.pack("tokens", tokens)
-
-
-def pool_metrics(engine: Engine) -> dict[str, Metric]:
-    """How far the churn stage moved the pages; nothing on a static pool, which has no page to move."""
-    if engine.config.pool == "static":
-        return {}
-    churn = engine.churn
-    return {
-        "moved_share": Metric.of("moved_share", churn.moved_share, churn.observed),
-        "pages_moved": Metric.of("pages_moved", engine.pages_moved, 1),
-    }
 
 
 def below_floor(metrics: dict[str, Metric], workload: Workload) -> str | None:
@@ -129,20 +194,19 @@ def below_floor(metrics: dict[str, Metric], workload: Workload) -> str | None:
     return f"accuracy {accuracy.value:.4f} over {accuracy.n} items, expected at least {workload.min_accuracy}"
 
 
-def timing(
-    engine: Engine, prompts: Sequence[list[int]], workload: Workload
-) -> tuple[dict[str, Metric], tuple[Samples, ...]]:
-    """Host-clock latencies of the workload without churn, after one untimed pass.
+def timing(engine: Engine, text: Text, workload: Workload) -> tuple[dict[str, Metric], tuple[Samples, ...], Guards]:
+    """Host-clock latencies of the workload without churn, after one untimed pass, and what happened meanwhile.
 
     Inter-token latency is the time between two consecutive tokens of one request; time to first token
     counts from the moment that all requests were handed over.
     """
-    serve(engine, prompts, workload, churn=False)
+    serve(engine, text, workload, churn=False)
     itl: list[float] = []
     ttft: list[float] = []
     rates: list[float] = []
-    for _ in range(workload.timing_repeats):
-        served = serve(engine, prompts, workload, churn=False)
+    with watch(engine.config.device) as seen:
+        timed = [serve(engine, text, workload, churn=False) for _ in range(workload.timing_repeats)]
+    for served in timed:
         start, end = served[0].arrival_s, max(request.token_times_s[-1] for request in served)
         rates.append(sum(len(request.output) for request in served) / (end - start))
         for request in served:
@@ -152,4 +216,4 @@ def timing(
     metrics = {
         name: Metric.of(name, statistics.median(values), len(values)) for name, values in found.items() if values
     }
-    return metrics, tuple(Samples.pack(name, values) for name, values in found.items() if values)
+    return metrics, tuple(Samples.pack(name, values) for name, values in found.items() if values), seen.guards()

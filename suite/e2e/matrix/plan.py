@@ -10,49 +10,23 @@ import tomllib
 from collections.abc import Collection
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from suite.e2e.accuracy.task import load_task
 from suite.e2e.faults import FAULTS
 from suite.e2e.matrix.fields import Check, Table, axis, boolean, check_keys, integer, number, one_of, text
+from suite.e2e.matrix.planned import Plan, PlannedCell
+from suite.e2e.matrix.rules import apply_rules, read_rules
+from suite.e2e.matrix.workload_fields import ENGINE_FIELDS, check_engine_workload
 from suite.errors import InputError, UnknownNameError
 from suite.kernels.attention.support import BACKENDS
-from suite.kernels.shapes import SHAPES
+from suite.kernels.linear import LINEAR_BACKENDS
+from suite.kernels.shapes import SHAPES, STATE_SHAPES
 from suite.models.registry import shipped_models
-from suite.records import (
-    LAUNCHERS,
-    POOL_MODES,
-    Arm,
-    Cell,
-    CellJob,
-    KernelWorkload,
-    Record,
-    Workload,
-    content_hash,
-)
+from suite.records import KERNEL_OPS, LAUNCHERS, POOL_MODES, Arm, Cell, KernelWorkload, Workload, content_hash
 
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
-
-
-class PlannedCell(Record):
-    """One cell with its arms, in the order in which they run: static first, it is what the others are held to."""
-
-    cell: Cell
-    arms: tuple[Arm, ...]
-    timeout_s: float
-
-
-class Plan(Record):
-    """What one run executes."""
-
-    name: str
-    cells: tuple[PlannedCell, ...]
-
-    def jobs(self) -> list[CellJob]:
-        """One job per (cell, arm), each cell's arms together."""
-        return [
-            CellJob(cell=planned.cell, arm=arm, block=0, timeout_s=planned.timeout_s)
-            for planned in self.cells
-            for arm in planned.arms
-        ]
+MAX_MEMORY_GIB = 1e6
 
 
 def model(field: str, value: object) -> str:
@@ -82,7 +56,7 @@ def names(known: Collection[str]) -> Check:
 CELL_FIELDS: dict[str, Check] = {
     "family": names(("engine", "kernel")),
     "model": axis(text),
-    "backend": axis(names(BACKENDS)),
+    "backend": axis(names({**BACKENDS, **LINEAR_BACKENDS})),
     "launcher": names(LAUNCHERS),
     "device": names(("cpu", "cuda")),
     "dtype": axis(names(("float32", "bfloat16"))),
@@ -92,7 +66,12 @@ CELL_FIELDS: dict[str, Check] = {
     "pool": axis(names(POOL_MODES)),
     "workload": text,
     "timeout_s": number(0, MAX_TIMEOUT_S, above=True),
+    "blocks": integer(1),
+    "priority": integer(0),
+    "replicate": boolean,
+    "memory_gib": number(0, MAX_MEMORY_GIB, above=True),
 }
+OPTIONAL_CELL_FIELDS = ("blocks", "priority", "replicate", "memory_gib")
 AXES = ("model", "backend", "dtype", "page_size", "graph")  # with pool, whose values are the arms
 WORKLOAD_FIELDS: dict[str, Check] = {
     "requests": integer(1),
@@ -103,15 +82,17 @@ WORKLOAD_FIELDS: dict[str, Check] = {
     "tasks": tasks,
     "min_accuracy": number(0, 1),
     "timing_repeats": integer(1),
+    **ENGINE_FIELDS,
 }
-OPTIONAL_WORKLOAD_FIELDS = ("tasks", "min_accuracy", "timing_repeats", "query_tokens", "samples")
+OPTIONAL_WORKLOAD_FIELDS = {"tasks", "min_accuracy", "timing_repeats", "query_tokens", "samples", "op", *ENGINE_FIELDS}
 KERNEL_WORKLOAD_FIELDS: dict[str, Check] = {
     "batch": integer(1),
     "tokens": integer(1),
     "query_tokens": integer(1),
     "samples": integer(1),
+    "op": names(KERNEL_OPS),
 }
-MODELS: dict[str, Check] = {"engine": model, "kernel": names(SHAPES)}
+MODELS: dict[str, Check] = {"engine": model, "kernel": names({**SHAPES, **STATE_SHAPES})}
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -128,7 +109,7 @@ def load_plan(path: str | Path) -> Plan:
 
 def parse_plan(matrix: Table) -> Plan:
     """The plan of a parsed matrix."""
-    check_keys("", matrix, ("name", "defaults", "workloads", "cells"))
+    check_keys("", matrix, ("name", "defaults", "workloads", "cells", "exclude", "constraints"))
     name = text("name", matrix.get("name"))
     defaults = read_fields("defaults", matrix.get("defaults", {}), CELL_FIELDS)
     workloads = read_workloads(matrix.get("workloads", {}))
@@ -144,7 +125,7 @@ def parse_plan(matrix: Table) -> Plan:
                 raise InputError(field, cell_text(cell.cell), f"a cell that {first[key]} does not plan already")
             first[key] = field
             planned.append(cell)
-    return Plan(name=name, cells=tuple(planned))
+    return Plan(name=name, cells=apply_rules(planned, read_rules(matrix, CELL_FIELDS)))
 
 
 def read_fields(field: str, table: object, known: dict[str, Check]) -> Table:
@@ -166,8 +147,12 @@ def read_workloads(tables: object) -> dict[str, Workload | KernelWorkload]:
         for key in known:
             if key not in fields and key not in OPTIONAL_WORKLOAD_FIELDS:
                 raise InputError(f"{field}.{key}", None, "a value")
+        if not is_kernel:
+            check_engine_workload(field, fields)
         if "min_accuracy" in fields and not fields.get("tasks"):
             raise InputError(f"{field}.min_accuracy", fields["min_accuracy"], "tasks to measure the accuracy with")
+        if is_kernel and fields.get("op", "decode").endswith("decode") and fields.get("query_tokens", 1) != 1:
+            raise InputError(f"{field}.query_tokens", fields["query_tokens"], "1 of a decode")
         if is_kernel and fields.get("query_tokens", 1) > fields["tokens"]:
             raise InputError(f"{field}.query_tokens", fields["query_tokens"], f"at most {fields['tokens']}, its tokens")
         workloads[name] = KernelWorkload(name=name, **fields) if is_kernel else Workload(name=name, **fields)
@@ -177,7 +162,7 @@ def read_workloads(tables: object) -> dict[str, Workload | KernelWorkload]:
 def plan_entry(field: str, fields: Table, workloads: dict[str, Workload | KernelWorkload]) -> list[PlannedCell]:
     """The product of one entry's axes, the last axis varying fastest."""
     for key in CELL_FIELDS:
-        if key not in fields:
+        if key not in fields and key not in OPTIONAL_CELL_FIELDS:
             raise InputError(f"{field}.{key}", None, "a value, here or in [defaults]")
     if fields["workload"] not in workloads:
         raise UnknownNameError(f"{field}.workload", fields["workload"], workloads)
@@ -188,10 +173,15 @@ def plan_entry(field: str, fields: Table, workloads: dict[str, Workload | Kernel
         MODELS[family](f"{field}.model", name)
     same = {key: fields[key] for key in ("family", "launcher", "device", "seed")}
     arms = tuple(Arm(pool=pool) for pool in POOL_MODES if pool in fields["pool"])
+    if fields.get("replicate"):
+        if arms[0].pool != "static":
+            raise InputError(f"{field}.replicate", True, "the pool static among the cell's, it is what is repeated")
+        arms = (arms[0], Arm(pool="static", label="replicate"), *arms[1:])
+    more = {key: fields[key] for key in ("blocks", "priority", "memory_gib") if key in fields}
     cells = []
     for point in itertools.product(*(fields[key] for key in AXES)):
         cell = Cell(workload=workload, **same, **dict(zip(AXES, point, strict=True)))
-        cells.append(PlannedCell(cell=cell, arms=arms, timeout_s=fields["timeout_s"]))
+        cells.append(PlannedCell(cell=cell, arms=arms, timeout_s=fields["timeout_s"], **more))
     return cells
 
 
@@ -203,7 +193,7 @@ def with_plant(plan: Plan, fault: str) -> Plan:
     for index, cell in enumerate(planned):
         if cell.cell.family == "engine" and {arm.pool for arm in cell.arms} >= {"static", "unified"}:
             arms = (*cell.arms, Arm(pool="unified", plants=(fault,)))
-            planned[index] = PlannedCell(cell=cell.cell, arms=arms, timeout_s=cell.timeout_s)
+            planned[index] = replace(cell, arms=arms)
             return Plan(name=plan.name, cells=tuple(planned))
     raise InputError("plant", fault, "a matrix with an engine cell of both pools, static and unified")
 

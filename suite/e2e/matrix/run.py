@@ -1,187 +1,162 @@
-"""The parent: every planned arm becomes exactly one row, whatever happens to its child or to this process.
+"""A run: a plan announced whole, executed, and closed; or taken up where a dead process left it."""
 
-Children run one after another; the rows are judged and written here, by the only writer. On SIGINT,
-SIGTERM or SIGHUP the child at work is ended and what is left of the plan becomes `skipped` rows.
-"""
-
-import contextlib
-import datetime
-import math
-import signal
-import tempfile
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
-from db.checks import check_outcome
-from db.keys import utc_now
-from db.store import Comparison, Store
-from suite.e2e.matrix.executors import LocalExecutor, crashed
-from suite.e2e.matrix.judge import Exactness, Ruling, judge
-from suite.e2e.matrix.plan import Plan
+from db.keys import utc_now, uuid7
+from db.queries import find_run
+from db.runs import Attempt, latest_attempts, reason_counts, run_counts, run_record, typical_durations
+from db.session import folder_of, trouble
+from db.store import LeaseLostError, Store
+from suite.e2e.matrix import lease
+from suite.e2e.matrix.execution import BUDGET, Execution, Options
+from suite.e2e.matrix.executors import INFRASTRUCTURE
+from suite.e2e.matrix.planned import Plan
+from suite.e2e.matrix.schedule import Block, draw_seed, schedule, within_budget
+from suite.e2e.matrix.slots import Work
+from suite.e2e.matrix.spool import Spool, SpoolError
+from suite.e2e.matrix.stop import Stop
 from suite.errors import InputError
-from suite.provenance import code_revision
-from suite.records import CellJob, Outcome, Status, content_hash
+from suite.provenance import code_revision, machine
+from suite.records import Status, content_hash
 
-SPOOL = "kvproof-spool"
-EXACTNESS_METHOD, EXACTNESS_VERSION = "bit_identity", 1
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: its terminal went away
 INTERRUPTED_EXIT_CODE = 130
-
-Progress = Callable[[int, CellJob, Outcome | None], None]  # number of the job, and its outcome once there is one
+NO_OPTIONS = Options()
+UNFINISHED = frozenset({"interrupted", "parent_failed"}) | INFRASTRUCTURE
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run came to."""
+    """What a run came to. `dropped` of the skipped rows are those for which the budget was too small."""
 
     run: str
     planned: int
-    statuses: Counter[str]
+    statuses: Counter[Status]
     interrupted: bool
+    dropped: int = 0
 
     @property
     def exit_code(self) -> int:
-        """0: every row passed or was refused. 1: one is wrong. 3: one crashed or timed out. 130: interrupted."""
+        """0: every row passed, was refused or dropped. 1: one is wrong. 3: one crashed, timed out. 130: interrupted."""
         if self.interrupted:
             return INTERRUPTED_EXIT_CODE
         if self.statuses["wrong"]:
             return 1
-        return 0 if self.statuses["passed"] + self.statuses["refused"] == self.planned else 3
-
-
-class Stop:
-    """Whether a signal has asked for the end. Only recorded: nothing is ever cut off in the middle of a write."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take over the signals; outside the main thread there are none to take."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores
-        before = {number: signal.signal(number, self.ask) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return 0 if self.statuses["passed"] + self.statuses["refused"] + self.dropped == self.planned else 3
 
 
 def run_plan(
-    plan: Plan, engine: sa.Engine, *, command: Sequence[str] | None = None, progress: Progress | None = None
+    plan: Plan, engine: sa.Engine, options: Options = NO_OPTIONS, *, seed: int | None = None, shard: str | None = None
 ) -> RunSummary:
-    """Run `plan` into the database of `engine`. `command` is the child's, which gets two paths: job and outcome."""
-    jobs, store, stop = plan.jobs(), Store(engine), Stop()
-    with stop.listening(), spool_folder(engine) as spool:
-        run_id = store.begin_run(plan.name, msgspec.to_builtins(plan), jobs, code_revision())
-        writer = RowWriter(store, run_id, len(jobs))
-        state = "failed"
-        try:
-            run_jobs(jobs, writer, LocalExecutor(spool, command, stopped=stop), stop, progress)
-            state = "interrupted" if stop.asked else "finished"
-        finally:
-            # after an error of ours the plan still ends as rows
-            skip_rest(jobs, writer, "interrupted" if stop.asked else "parent_failed")
-            store.end_run(run_id, state)
-    return RunSummary(run=run_id, planned=len(jobs), statuses=writer.statuses, interrupted=stop.asked)
-
-
-def run_jobs(
-    jobs: Sequence[CellJob], writer: "RowWriter", executor: LocalExecutor, stop: Stop, progress: Progress | None
-) -> None:
-    for number, job in enumerate(jobs):
-        if stop.asked:
-            return
-        if progress:
-            progress(number, job, None)
-        started_at = utc_now()
-        outcome = writer.write(job, executor.run(job), started_at)
-        if progress:
-            progress(number, job, outcome)
-
-
-def skip_rest(jobs: Sequence[CellJob], writer: "RowWriter", reason_code: str) -> None:
-    """A `skipped` row for every job that has none yet."""
-    why = "interrupted before it ran" if reason_code == "interrupted" else "the run failed before it ran"
-    for job in jobs[sum(writer.statuses.values()) :]:
-        writer.write(job, Outcome(status="skipped", reason_code=reason_code, reason=why), utc_now())
-
-
-class RowWriter:
-    """Judges outcomes and makes them rows, in plan order."""
-
-    def __init__(self, store: Store, run_id: str, planned: int) -> None:
-        self.store, self.run_id, self.planned = store, run_id, planned
-        self.statuses: Counter[Status] = Counter()
-        self.static: dict[tuple[str, int], tuple[str, Outcome]] = {}  # per cell and block: row id and outcome
-
-    def write(self, job: CellJob, outcome: Outcome, started_at: datetime.datetime) -> Outcome:
-        """The outcome that became the row of `job`."""
-        key = (content_hash(job.cell), job.block)
-        static_id, static = self.static.get(key, (None, None))
-        try:
-            check_outcome(outcome)
-            ruling = judge(job.cell, job.arm, outcome, static)
-            row_id = self.ingest(job, ruling, started_at, static_id)
-        except InputError as error:  # the child's claim is no row; that it made one is
-            same = {name: getattr(outcome, name) for name in ("exit_code", "signal", "stderr_tail", "duration_s")}
-            refused = msgspec.structs.replace(
-                crashed("bad_outcome", f"wrote an outcome that is no row: {error}"), **same
-            )
-            ruling = Ruling(outcome=refused)
-            row_id = self.ingest(job, ruling, started_at, None)
-        if job.arm.pool == "static":
-            self.static = {key: (row_id, ruling.outcome)}  # one cell at a time: samples can be large
-        self.statuses[ruling.outcome.status] += 1
-        return ruling.outcome
-
-    def ingest(self, job: CellJob, ruling: Ruling, started_at: datetime.datetime, static_id: str | None) -> str:
-        exactness = ruling.exactness
-        comparisons = exactness_rows(exactness, static_id) if exactness and static_id else []
-        return self.store.ingest(self.run_id, job, ruling.outcome, started_at=started_at, comparisons=comparisons)
-
-
-def exactness_rows(exactness: Exactness, static_id: str) -> list[Comparison]:
-    """`exactness` as the database keeps it, against the row `static_id`."""
-    effects = {f"max_{exactness.of}_diff": exactness.max_diff}
-    if exactness.tokens:
-        effects["token_mismatches"] = float(exactness.token_mismatches)
-    return [
-        Comparison(
-            static_id=static_id,
-            metric=metric,
-            method=EXACTNESS_METHOD,
-            version=EXACTNESS_VERSION,
-            effect=effect if math.isfinite(effect) else None,
-            verdict="equal" if effect == 0.0 else "differs",
+    """Run `plan` into the database of `engine`. The seed, drawn when there is none, orders arms and places buffers."""
+    seed = draw_seed() if seed is None else seed
+    blocks = schedule(plan, seed, typical_durations(engine))
+    run_id, store, stop = uuid7(), Store(engine, lease.owner()), Stop()
+    spool = Spool.of(run_id, folder_of(engine))
+    with stop.listening():
+        store.begin_run(
+            plan.name,
+            msgspec.to_builtins(plan),
+            [job for block in blocks for job in block.jobs],
+            code_revision(),
+            run_id=run_id,
+            seed=seed,
+            block_seeds={block.key: block.seed for block in blocks},
+            shard=shard,
+            environment=machine(),
+            spool=str(spool.folder),
         )
-        for metric, effect in effects.items()
-    ]
+        works = [Work(block) for block in blocks]
+        return execute(engine, Execution(run_id, store, spool, stop, options, works), works)
 
 
-@contextlib.contextmanager
-def spool_folder(engine: sa.Engine) -> Iterator[Path]:
-    """A folder for the children's files, beside a SQLite file or among the system's temporary ones; removed after."""
-    database = engine.url.database
-    beside = engine.dialect.name == "sqlite" and database not in (None, "", ":memory:")
-    parent = Path(str(database)).resolve().parent if beside else None
+def resume_run(engine: sa.Engine, run: str | None = None, options: Options = NO_OPTIONS) -> RunSummary:
+    """Execute what a run has left unfinished, on the same plan, revision and machine.
+
+    Unfinished are blocks without rows, and those whose latest attempt was interrupted or ended by infrastructure.
+    Raises InputError with need and got where the run is another process's or its conditions are not ours.
+    """
+    record = run_record(engine, find_run(engine, run))
+    plan = resumable(record)
+    store, stop = Store(engine, lease.owner()), Stop()
+    spool = Spool.again(record.spool, record.id, folder_of(engine))
+    with stop.listening():
+        if not store.take_over(record.id, record.lease_owner, str(spool.folder)):
+            raise InputError("run", record.id, "a run that no other process has just taken over")
+        spool.end_orphans()
+        works = unfinished(schedule(plan, record.seed, typical_durations(engine)), latest_attempts(engine, record.id))
+        return execute(engine, Execution(record.id, store, spool, stop, options, works), works)
+
+
+def execute(engine: sa.Engine, execution: Execution, works: Sequence[Work]) -> RunSummary:
+    """Execute `works` within the budget, and close the run. An error leaves it `failed`, or resumable as it is."""
+    run_id, store, options = execution.run_id, execution.store, execution.options
     try:
-        folder = tempfile.TemporaryDirectory(prefix=f"{SPOOL}-", dir=parent)  # one of its own: runs may overlap
-    except OSError as error:
-        raise InputError("spool", str(parent), f"a folder that can be written ({error.strerror})") from error
-    with folder as path:
-        yield Path(path)
+        execution.spool.create()
+        fit = len(works)
+        if options.budget_s is not None:
+            fit = within_budget([work.block for work in works], options.budget_s, len(options.gpus))
+        for work in works[fit:]:
+            execution.skip(work, (BUDGET, f"estimated to end beyond the budget of {options.budget_s:g} s"))
+        state = execution.run(works[:fit])
+    except LeaseLostError:
+        raise
+    except BaseException as error:
+        if trouble(error) is None:
+            store.end_run(run_id, "failed")
+        if not isinstance(error, SpoolError) and trouble(error) is None:
+            execution.spool.remove()  # every row is in
+        raise
+    execution.spool.remove()
+    store.end_run(run_id, state)
+    return summary_of(engine, run_id, interrupted=execution.stop.asked)
+
+
+def resumable(record: Any) -> Plan:
+    """The plan of a stored run that this process may take up; InputError with need and got where it may not."""
+    if (
+        record.state == "running"
+        and record.lease_owner
+        and lease.alive(record.lease_owner, record.heartbeat_at, utc_now())
+    ):
+        raise InputError("run", record.id, f"a run that nobody executes: {record.lease_owner} does, and is alive")
+    if record.seed is None or record.environment is None:
+        raise InputError("run", record.id, "a run that can be resumed: this one has no seed and no machine on record")
+    revision = code_revision()
+    got, need = (revision.sha, revision.patch_sha), (record.sha, record.patch_sha)
+    if got != need:
+        raise InputError(
+            "revision", " + ".join(filter(None, got)), f"{' + '.join(filter(None, need))}, that of the run"
+        )
+    here = machine()
+    for name in sorted({*here, *record.environment}):
+        if here.get(name) != record.environment.get(name):
+            raise InputError(f"machine.{name}", here.get(name), f"{record.environment.get(name)!r}, that of the run")
+    if content_hash(record.plan) != record.plan_sha:
+        raise InputError("plan", content_hash(record.plan), f"{record.plan_sha}, the hash that the run noted")
+    return msgspec.convert(record.plan, Plan)
+
+
+def unfinished(blocks: Sequence[Block], latest: Mapping[tuple[str, int], Attempt]) -> list[Work]:
+    """What is left to do, each as its next attempt."""
+    works = []
+    for block in blocks:
+        last = latest.get(block.key)
+        if last is None:
+            works.append(Work(block))
+        elif last.reason_codes & UNFINISHED:
+            works.append(Work(block, last.number + 1))
+    return works
+
+
+def summary_of(engine: sa.Engine, run_id: str, *, interrupted: bool) -> RunSummary:
+    return RunSummary(
+        run=run_id,
+        planned=run_record(engine, run_id).planned,
+        statuses=run_counts(engine, run_id),
+        interrupted=interrupted,
+        dropped=reason_counts(engine, run_id)[BUDGET],
+    )

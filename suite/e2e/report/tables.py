@@ -6,7 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from db.queries import CompareRow, Ended, ShowRow
+from db.compare import CompareRow
+from db.queries import Ended, ShowRow
 
 PIPE_WIDTH = 400  # columns, when stdout is no terminal: whole lines for grep
 STATUS_STYLE = {"passed": "green", "wrong": "bold red", "refused": "yellow", "crashed": "bold red", "timed_out": "red"}
@@ -32,12 +33,12 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
 
 def print_show(run_id: str, rows: list[ShowRow]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    header = ["cell", "pool", "launcher", "status", *names, "reason"]
+    header = ["cell", "pool", "block", "launcher", "status", *names, "reason"]
     lines = (
         [
-            *(escape(row["cell"]), row["pool"], row["launcher"], status(row)),
+            *(escape(row["cell"]), row["label"] or row["pool"], str(row["block"]), row["launcher"], status(row)),
             *(value(row, name) for name in names),
-            escape(row["reason"] or ""),
+            escape("; ".join(filter(None, (row["reason"], row["void_reason"] and f"void: {row['void_reason']}")))),
         ]
         for row in rows
     )
@@ -45,19 +46,29 @@ def print_show(run_id: str, rows: list[ShowRow]) -> None:
 
 
 def print_compare(run_id: str, rows: list[CompareRow]) -> None:
-    header = ["cell", "metric", "static", "unified", "delta", "verdict"]
+    header = ["cell", "metric", "static", "unified", "delta", "ratio", "blocks", "verdict"]
     lines = (
         [
             escape(row["cell"]),
             row["metric"],
             number(row["static"]),
             number(row["unified"]),
-            number(row["delta"]),
+            *(number(row["delta"]), number(row["ratio"]), str(row["blocks"])),
             row["verdict"],
         ]
         for row in rows
     )
     print_table(f"run {run_id}: static against unified", header, lines)
+
+
+def print_dry_run(name: str, rows: list[dict[str, Any]]) -> None:
+    header = ["cell", "hash", "arms", "blocks", "priority", "estimate s", "dropped"]
+    keys = ("blocks", "priority", "estimate_s", "dropped_blocks")
+    lines = [
+        [escape(row["cell"]), row["hash"], ", ".join(row["arms"]), *(str(row[key]) for key in keys)] for row in rows
+    ]
+    seconds = sum(row["estimate_s"] for row in rows)
+    print_table(f"{name}: {len(rows)} cells, about {seconds:.0f} s one after another", header, lines)
 
 
 def print_doctor(rows: list[dict[str, Any]]) -> None:

@@ -7,11 +7,12 @@ prefix, so that another request can go on from there. Freed slots translate to -
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from suite.errors import InputError, InvariantError, OutOfPagesError
-from suite.kernels.allocators.paged import UNMAPPED, FreePages, PageMap
+from suite.kernels.allocators.books import UNMAPPED, FreePages, PageMap
 from suite.kernels.pools.state import KernelSlots, StatePool, VirtualSlots
 from suite.kernels.upload import upload
 
@@ -24,31 +25,78 @@ class Snapshot:
     position: int
 
 
+class SlotHome(Protocol):
+    """Where virtual slots are kept. `map`: virtual slot -> kernel slot, -1 unbound."""
+
+    map: PageMap
+
+    @property
+    def moves_are_held(self) -> bool: ...
+
+    def room(self) -> int:
+        """Slots that could be bound now."""
+
+    def bind(self, slots: Sequence[int]) -> None: ...
+
+    def unbind(self, slots: Sequence[int]) -> None: ...
+
+    def relocated(self, slots: Sequence[int]) -> int:
+        """How many of these live slots a move has touched."""
+
+
+class FixedSlots:
+    """The slots of a pool of their own: every slot is where its number says."""
+
+    moves_are_held = True
+
+    def __init__(self, pool: StatePool) -> None:
+        self.pool, self.map = pool, PageMap(pool.slots + 1, pool.device)
+
+    def room(self) -> int:
+        return self.pool.slots
+
+    def bind(self, slots: Sequence[int]) -> None:
+        self.map.set(slots, slots)
+
+    def unbind(self, slots: Sequence[int]) -> None:
+        self.map.set(slots, [UNMAPPED] * len(slots))
+        self.pool.poison_slots(upload(slots, self.pool.device))
+
+    def relocated(self, slots: Sequence[int]) -> int:
+        return 0
+
+
 class SlotAllocator:
     """Virtual slots 1 to `pool.slots`; slot 0 is padding and never handed out.
 
-    The host's books are the authority; `slot_map` follows on the device, in stream order.
+    The host's books are the authority; `slot_map` follows on the device, in stream order. In a unified pool slots
+    share their bytes with pages and are moved like them: who holds a virtual slot never notices.
     """
 
-    def __init__(self, pool: StatePool) -> None:
+    def __init__(self, pool: StatePool, home: SlotHome | None = None) -> None:
         self.pool = pool
+        self.home: SlotHome = home or FixedSlots(pool)
         self.free_virtual = FreePages(range(1, pool.slots + 1))
         self.snapshots: dict[int, Snapshot] = {}
-        self._map = PageMap(pool.slots + 1, pool.device)
         self._live: set[int] = set()
         self.mutations = 0  # grows with every change of the slot map
 
     @property
     def slot_map(self) -> torch.Tensor:
         """Virtual slot -> kernel slot, int64 [slots + 2]; -1 for a free slot and in the last row, 0 -> 0."""
-        return self._map.device
+        return self.home.map.device
 
     def available_slots(self) -> int:
-        return len(self.free_virtual)
+        """Slots that `alloc` or a snapshot can take now, moves included."""
+        return min(len(self.free_virtual), self.home.room())
 
     def live_slots(self) -> int:
         """Slots that requests hold, snapshots apart."""
         return len(self._live)
+
+    def relocated(self, slots: Sequence[int]) -> int:
+        """How many of these live slots a move has touched since they were bound."""
+        return self.home.relocated(slots)
 
     def bytes_in_use(self) -> int:
         return (self.live_slots() + len(self.snapshots)) * self.pool.geometry.slot_bytes
@@ -81,7 +129,7 @@ class SlotAllocator:
         """A snapshot whose state a prefill is about to write into its slot. OutOfPagesError takes nothing."""
         if position < 1:
             raise InputError("position", position, "at least one token: the state before it is all zeros")
-        if not self.free_virtual:
+        if not self.available_slots():
             raise OutOfPagesError("asked for 1 state slot for a snapshot, 0 available")
         (kept,) = self._bind(1)
         self.snapshots[kept] = Snapshot(slot=kept, position=position)
@@ -107,12 +155,24 @@ class SlotAllocator:
         virtual = slots.tensor
         return KernelSlots(torch.where(virtual < 0, UNMAPPED, self.slot_map[virtual.clamp(min=0)]))
 
+    def export_slots(self, slots: Sequence[int]) -> KernelSlots:
+        """Where slots in use lie, for a hand-off that copies their bytes inside the allocator's `hold_moves`.
+
+        InvariantError for a free slot, and where one could move under the copy.
+        """
+        if not self.home.moves_are_held:
+            raise InvariantError("export_slots: moves held False != True: a slot may move while its bytes are copied")
+        for slot in slots:
+            if slot not in self._live and slot not in self.snapshots:
+                raise InvariantError(f"slot {slot} is neither live nor kept")
+        return KernelSlots(upload(self.home.map.host[list(slots)], self.pool.device))
+
     def check(self) -> None:
         """Raise InvariantError, with the broken equation, when the books do not balance."""
         free, live, kept, slots = len(self.free_virtual), len(self._live), len(self.snapshots), self.pool.slots
         if free + live + kept != slots:
             raise InvariantError(f"state: free {free} + live {live} + snapshots {kept} != slots {slots}")
-        bound = int((self._map.host[1:-1] >= 0).sum())
+        bound = int((self.home.map.host[1:-1] >= 0).sum())
         if bound != live + kept:
             raise InvariantError(f"state: bound {bound} != live {live} + snapshots {kept}")
         both = self._live & set(self.snapshots)
@@ -125,20 +185,19 @@ class SlotAllocator:
         if count == 0:
             return []
         slots = self.free_virtual.take(count)
-        self._map.set(slots, slots)
+        self.home.bind(slots)
         self.mutations += 1
         return slots
 
     def _unbind(self, slots: list[int]) -> None:
         if not slots:
             return
-        self._map.set(slots, [UNMAPPED] * len(slots))
-        self.pool.poison_slots(upload(slots, self.pool.device))
+        self.home.unbind(slots)
         self.free_virtual.put(slots)
         self.mutations += 1
 
     def _copy(self, source: int, target: int) -> None:
-        pair = upload([self._map.host[source], self._map.host[target]], self.pool.device)
+        pair = upload([self.home.map.host[source], self.home.map.host[target]], self.pool.device)
         self.pool.copy_slots(KernelSlots(pair[:1]), KernelSlots(pair[1:]))
 
     def _require_live(self, slots: list[int]) -> None:

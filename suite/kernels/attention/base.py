@@ -114,14 +114,18 @@ class AttentionBackend(abc.ABC):
         """Metadata of one eager forward."""
 
     @abc.abstractmethod
-    def capture(self, max_batch: int) -> None:
-        """Allocate the stable buffers of captured decode batches of up to `max_batch` requests, zero-filled."""
+    def capture(self, max_batch: int, draft_tokens: int = 1) -> None:
+        """Allocate the stable buffers of captured decode batches of up to `max_batch` requests, zero-filled.
+
+        They serve captured verifies of `draft_tokens` new tokens per request as well.
+        """
 
     @abc.abstractmethod
     def replay(self, batch: ForwardBatch) -> Metadata:
-        """Refill the stable buffers for a (padded) decode batch, outside the graph; never rebinds one.
+        """Refill the stable buffers for a (padded) decode or verify batch, outside the graph; never rebinds one.
 
-        The returned metadata has the same addresses for every batch of the same size.
+        The returned metadata has the same addresses for every batch of the same size and mode. A padding request
+        is as long as its new tokens, all sink.
         """
 
     @abc.abstractmethod

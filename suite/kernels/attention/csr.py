@@ -6,6 +6,7 @@ their addresses, so they are allocated once and never rebound.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -41,26 +42,31 @@ def plan_csr(batch: ForwardBatch, translator: KVIndexTranslator) -> CsrMetadata:
 
 
 class CsrCapture:
-    """The stable buffers of captured decode batches of up to `max_batch` requests, zero-filled."""
+    """The stable buffers of captured decodes, and verifies of `draft_tokens` new tokens per request; zero-filled.
 
-    def __init__(self, translator: KVIndexTranslator, max_batch: int) -> None:
-        if max_batch < 1:
-            raise InputError("max_batch", max_batch, "a positive number of requests")
-        self.translator, self.max_batch = translator, max_batch
+    Both modes, and all sizes up to `max_batch` requests, share them: a replay refills what its own graph reads.
+    """
+
+    def __init__(self, translator: KVIndexTranslator, max_batch: int, draft_tokens: int = 1) -> None:
+        self.limits = CaptureLimits(max_batch=max_batch, draft_tokens=draft_tokens)
+        self.translator = translator
         self.context = translator.req_to_token.shape[1]
         device = translator.req_to_token.device
         window = translator.pool.geometry.window
-        longest = {KVKind.FULL: self.context, KVKind.WINDOW: min(self.context, (window and window.window) or 0)}
+        seen = 0 if window is None or window.window is None else window.window + draft_tokens - 1
+        longest = {KVKind.FULL: self.context, KVKind.WINDOW: min(self.context, seen)}
         self.integers = torch.zeros(6 * max_batch + 3, dtype=torch.int32, device=device)
         self.indices = {
             kind: torch.zeros(max_batch * longest[kind], dtype=torch.int32, device=device)
             for kind in _kinds(translator)
         }
-        self.write_ids = {kind: torch.zeros(max_batch, dtype=torch.int64, device=device) for kind in _kinds(translator)}
+        self.write_ids = {
+            kind: torch.zeros(max_batch * draft_tokens, dtype=torch.int64, device=device) for kind in _kinds(translator)
+        }
 
     def refill(self, batch: ForwardBatch) -> CsrMetadata:
-        """Metadata of `batch` in the stable buffers; the same addresses for every batch of the same size."""
-        require_capturable(batch, self.max_batch)
+        """Metadata of `batch` in the stable buffers; the same addresses for every batch of its size and mode."""
+        self.limits.require(batch)
         host = _host_integers(batch, self.translator)
         integers = self.integers[: len(host)]
         integers.copy_(upload(host, integers.device, torch.int32))
@@ -74,19 +80,34 @@ class CsrCapture:
         )
 
 
-def require_capturable(batch: ForwardBatch, max_batch: int) -> None:
-    """InputError unless `batch` is a decode batch that fits buffers of `max_batch` requests."""
-    if batch.mode is not ForwardMode.DECODE:
-        raise InputError("batch.mode", str(batch.mode), "decode, the only captured mode")
-    if batch.size > max_batch:
-        raise InputError("batch.size", batch.size, f"at most {max_batch}, what was captured")
+@dataclass(frozen=True, kw_only=True)
+class CaptureLimits:
+    """What stable buffers hold: requests, and new tokens of each where a batch verifies. InputError for none."""
+
+    max_batch: int
+    draft_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1:
+            raise InputError("max_batch", self.max_batch, "a positive number of requests")
+        if self.draft_tokens < 1:
+            raise InputError("draft_tokens", self.draft_tokens, "a positive number of new tokens per request")
+
+    def require(self, batch: ForwardBatch) -> None:
+        """InputError unless `batch` is a decode or verify batch that fits."""
+        if batch.mode is ForwardMode.EXTEND:
+            raise InputError("batch.mode", str(batch.mode), "decode or verify, the captured modes")
+        if batch.size > self.max_batch:
+            raise InputError("batch.size", batch.size, f"at most {self.max_batch}, what was captured")
+        if batch.mode is ForwardMode.VERIFY and batch.query_lens_host[0] != self.draft_tokens:
+            raise InputError("query_lens", batch.query_lens_host[0], f"{self.draft_tokens}, the captured draft tokens")
 
 
 def refill_write_ids(stable: torch.Tensor, batch: ForwardBatch, kind: KVKind) -> torch.Tensor:
     """Copy the batch's write ids of `kind` into the head of `stable`; the tail becomes the sink."""
     written = _written(batch, kind)
-    stable[batch.size :].zero_()  # a larger batch's ids would still be live slots
-    return stable[: batch.size].copy_(written)
+    stable[written.numel() :].zero_()  # a larger batch's ids would still be live slots
+    return stable[: written.numel()].copy_(written)
 
 
 def host_indptr(batch: ForwardBatch, translator: KVIndexTranslator, kind: KVKind) -> list[int]:

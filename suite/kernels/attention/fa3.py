@@ -53,8 +53,8 @@ class Fa3Backend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> PageTableMetadata:
         return plan_page_table(batch, self.translator)
 
-    def capture(self, max_batch: int) -> None:
-        self.captured = PageTableCapture(self.translator, max_batch)
+    def capture(self, max_batch: int, draft_tokens: int = 1) -> None:
+        self.captured = PageTableCapture(self.translator, max_batch, draft_tokens)
 
     def replay(self, batch: ForwardBatch) -> PageTableMetadata:
         if self.captured is None:

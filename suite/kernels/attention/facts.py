@@ -76,7 +76,8 @@ class Support:
     `package`: (module, distribution) whose kernels it launches; None for our own. `typed`: the name by which
     users ask for it where that differs. `sinks`: whether it lets sinks join the softmax. `unequal_rows`: whether
     it takes values narrower than keys, on pools whose layout can hold them. `oracle`: it is what others are
-    held to, so no allow-list names it. `snaps_to`: the page size it serves whatever was asked for.
+    held to, so no allow-list names it. `snaps_to`: the page size it serves whatever was asked for. `verify`: how its
+    kernels take several new tokens per request, as rows of one call or as a lane, a request of its own, for each.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Support:
     oracle: bool = False
     snaps_to: int | None = None
     pool_modes: tuple[PoolMode, ...] = POOL_MODES
+    verify: str = "rows"
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -134,6 +136,7 @@ class Launch:
     page_major: bool = False  # asked for by a flag of its own, as serving engines have one
     local_attention: bool = False
     prefill_aware_window: bool = False
+    block_attention: bool = False  # a draft whose block's tokens all see each other
 
     @classmethod
     def of(cls, geometry: "RunnerGeometry", pool: PoolMode, sinks: bool) -> "Launch":
@@ -145,5 +148,6 @@ class Launch:
             page_size=geometry.page_size,
             pool=pool,
             sinks=sinks,
+            block_attention=any(not kv.is_causal for kv in geometry.pools),
             unequal_rows=next((pair for pair in rows if pair[0] != pair[1]), None),
         )

@@ -1,7 +1,7 @@
 """FlashInfer's paged wrappers over CSR int32 streams of kernel ids: its page is one token, whatever ours is.
 
 One wrapper for the window layers and one for the full ones. A decode's window stream ends where the window
-does, so only an extend tells the kernel about it, by the tokens to the left of a query, itself apart: our
+does, so only an extend or a verify tells the kernel about it, by the tokens to the left of a query, itself apart: our
 window of W tokens is `window_left` W - 1. Sinks exist in the sink wrapper only, whose compiled library is named
 without the head_dim: one that was built ahead must have been built for this model's. All use the `fa2` kernels
 on tensor cores, so that eager and captured, decode and extend run one family of kernels on every GPU.
@@ -53,6 +53,11 @@ class FlashInferMetadata(CsrMetadata):
             is_captured=is_captured,
         )
 
+    @property
+    def shape(self) -> tuple[int, ForwardMode]:
+        """What a graph is captured for: requests, and decode or verify."""
+        return self.seq_lens.numel(), self.mode
+
     def stream_of(self, kind: KVKind) -> CsrStream:
         stream = self.full if kind is KVKind.FULL else self.window
         if stream is None:
@@ -69,7 +74,7 @@ class FlashInferBackend(AttentionBackend):
     def __init__(self, *, pool: Any, translator: KVIndexTranslator, launcher: Launcher, sinks: bool) -> None:
         super().__init__(pool=pool, translator=translator, launcher=launcher, sinks=sinks)
         self._wrappers: dict[tuple[object, ...], _Wrapper] = {}
-        self._replayed: dict[int, FlashInferMetadata] = {}  # batch size -> what its stable buffers hold now
+        self._replayed: dict[tuple[int, ForwardMode], FlashInferMetadata] = {}  # what the stable buffers hold now
         self._workspace: torch.Tensor | None = None
         if launcher == "native":  # shared: wrappers run one after the other
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
@@ -96,8 +101,8 @@ class FlashInferBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> FlashInferMetadata:
         return FlashInferMetadata.of(plan_csr(batch, self.translator), batch, self.translator, is_captured=False)
 
-    def capture(self, max_batch: int) -> None:
-        self.captured = CsrCapture(self.translator, max_batch)
+    def capture(self, max_batch: int, draft_tokens: int = 1) -> None:
+        self.captured = CsrCapture(self.translator, max_batch, draft_tokens)
         self._wrappers = {key: wrapper for key, wrapper in self._wrappers.items() if not wrapper.is_captured}
         self._replayed = {}
 
@@ -106,9 +111,9 @@ class FlashInferBackend(AttentionBackend):
             raise InvariantError("flashinfer: replay before capture")
         refilled = self.captured.refill(batch)
         metadata = FlashInferMetadata.of(refilled, batch, self.translator, is_captured=True)
-        self._replayed[batch.size] = metadata
+        self._replayed[metadata.shape] = metadata
         for wrapper in self._wrappers.values():
-            if wrapper.is_captured and wrapper.batch == batch.size:
+            if wrapper.is_captured and wrapper.shape == metadata.shape:
                 wrapper.plan(metadata)
         return metadata
 
@@ -121,7 +126,7 @@ class FlashInferBackend(AttentionBackend):
         if not isinstance(metadata, FlashInferMetadata):
             raise TypeError(f"flashinfer: needs FlashInferMetadata, got {type(metadata).__name__}")
         if metadata.is_captured:  # an earlier replay's metadata has the same buffers, but its host side is stale
-            metadata = self._replayed[metadata.seq_lens.numel()]
+            metadata = self._replayed[metadata.shape]
         wrapper = self._wrapper(layer, metadata)
         if wrapper.planned_for is not metadata:
             wrapper.plan(metadata)
@@ -129,8 +134,8 @@ class FlashInferBackend(AttentionBackend):
         return wrapper.run(q, cache, layer)
 
     def _wrapper(self, layer: AttentionLayer, metadata: FlashInferMetadata) -> "_Wrapper":
-        """The wrapper of this kind of layer and forward; a captured one belongs to one batch size."""
-        where = (metadata.seq_lens.numel(),) if metadata.is_captured else (metadata.mode,)
+        """The wrapper of this kind of layer and forward; a captured one belongs to one batch size and mode."""
+        where = metadata.shape if metadata.is_captured else (metadata.mode,)
         has_sinks = layer.sinks is not None
         key = (metadata.is_captured, *where, layer.kind, layer.q_heads, layer.scale, has_sinks)
         if key not in self._wrappers:
@@ -147,7 +152,7 @@ class _Wrapper:
         self, layer: AttentionLayer, metadata: FlashInferMetadata, geometry: KVGeometry, workspace: torch.Tensor
     ) -> None:
         self.kind, self.q_heads, self.scale, self.geometry = layer.kind, layer.q_heads, layer.scale, geometry
-        self.is_captured, self.batch = metadata.is_captured, metadata.seq_lens.numel()
+        self.is_captured, self.shape = metadata.is_captured, metadata.shape
         self.has_sinks = layer.sinks is not None
         is_decode = metadata.mode is ForwardMode.DECODE
         self.plans_queries = self.has_sinks or not is_decode

@@ -57,8 +57,8 @@ class FlashInferMlaBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> FlashInferMetadata:
         return FlashInferMetadata.of(plan_csr(batch, self.translator), batch, self.translator, is_captured=False)
 
-    def capture(self, max_batch: int) -> None:
-        self.captured = CsrCapture(self.translator, max_batch)
+    def capture(self, max_batch: int, draft_tokens: int = 1) -> None:
+        self.captured = CsrCapture(self.translator, max_batch, draft_tokens)
         self._wrappers = {key: wrapper for key, wrapper in self._wrappers.items() if not wrapper.is_captured}
 
     def replay(self, batch: ForwardBatch) -> FlashInferMetadata:
@@ -67,7 +67,7 @@ class FlashInferMlaBackend(AttentionBackend):
         refilled = self.captured.refill(batch)
         metadata = FlashInferMetadata.of(refilled, batch, self.translator, is_captured=True)
         for wrapper in self._wrappers.values():
-            if wrapper.is_captured and wrapper.batch == batch.size:
+            if wrapper.is_captured and wrapper.shape == metadata.shape:
                 wrapper.plan(metadata)
         return metadata
 
@@ -85,9 +85,9 @@ class FlashInferMlaBackend(AttentionBackend):
         return wrapper.run(q, self.pool.latent_view(layer.index))
 
     def _wrapper(self, layer: AttentionLayer, metadata: FlashInferMetadata) -> "_Wrapper":
-        """The wrapper of layers like this one; a captured one belongs to one batch size."""
-        size = metadata.seq_lens.numel() if metadata.is_captured else None
-        key = (size, layer.q_heads, layer.scale)
+        """The wrapper of layers like this one; a captured one belongs to one batch size and mode."""
+        shape = metadata.shape if metadata.is_captured else None
+        key = (shape, layer.q_heads, layer.scale)
         if key not in self._wrappers:
             assert self._workspace is not None  # the launcher is native
             self._wrappers[key] = _Wrapper(layer, metadata, self.pool.geometry.full.dtype, self._workspace)
@@ -104,7 +104,7 @@ class _Wrapper:
 
         self.q_heads, self.scale, self.dtype = layer.q_heads, layer.scale, dtype
         self.latent, self.rope = layer.out_dim, layer.head_dim - layer.out_dim
-        self.is_captured, self.batch = metadata.is_captured, metadata.seq_lens.numel()
+        self.is_captured, self.shape = metadata.is_captured, metadata.shape
         self.planned_for: FlashInferMetadata | None = None
         self._copied = torch.cuda.Event() if workspace.device.type == "cuda" else None
         own: dict[str, Any] = {}

@@ -7,7 +7,7 @@ heads, which no metadata knows: the first forward of a shape schedules, and ever
 that schedule in place before its graph runs.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from suite.kernels.attention.latent import MAX_VERIFY_TOKENS, latent_pages, row_
 from suite.kernels.attention.page_table import PageTableCapture, plan_page_table
 from suite.kernels.attention.reference import execute
 from suite.kernels.attention.support import native_refusal, table_refusal
-from suite.kernels.attention.trtllm_mha import as_lanes
 from suite.kernels.batch import ForwardBatch
 from suite.kernels.geometry import AttentionLayer, RunnerGeometry
 from suite.records import Launcher, PoolMode
@@ -47,7 +46,8 @@ class FlashMlaBackend(AttentionBackend):
 
     def __init__(self, **runner: Any) -> None:
         super().__init__(**runner)
-        self._schedules: dict[tuple[int, int], list[Schedule]] = {}  # (batch, query heads) of captured metadata
+        # (table rows, query heads, queries of a row) of captured metadata
+        self._schedules: dict[tuple[int, int, int], list[Schedule]] = {}
         self._eager: tuple[FlashMlaMetadata, int, list[Schedule]] | None = None
 
     @classmethod
@@ -65,21 +65,22 @@ class FlashMlaBackend(AttentionBackend):
         return cls.launcher_refusal(device, launcher)
 
     def plan(self, batch: ForwardBatch) -> FlashMlaMetadata:
-        metadata = plan_page_table(batch, self.translator)
-        if self.launcher == "native" and not _share_a_row(batch.query_lens_host):
-            metadata = replace(as_lanes(metadata, batch.positions), mode=batch.mode)
-        return FlashMlaMetadata.of(metadata, is_captured=False)
+        return FlashMlaMetadata.of(plan_page_table(self._rows_of(batch), self.translator), is_captured=False)
 
-    def capture(self, max_batch: int) -> None:
-        self.captured = PageTableCapture(self.translator, max_batch)
+    def capture(self, max_batch: int, draft_tokens: int = 1) -> None:
+        if self.launcher == "native" and draft_tokens > MAX_VERIFY_TOKENS:
+            self.captured = PageTableCapture(self.translator, max_batch * draft_tokens)  # lanes
+        else:
+            self.captured = PageTableCapture(self.translator, max_batch, draft_tokens)
         self._schedules = {}
 
     def replay(self, batch: ForwardBatch) -> FlashMlaMetadata:
         if self.captured is None:
             raise InvariantError("flashmla: replay before capture")
-        metadata = FlashMlaMetadata.of(self.captured.refill(batch), is_captured=True)
-        for (size, q_heads), stable in self._schedules.items():
-            if size == batch.size:  # a graph reads these addresses, so never rebind them
+        metadata = FlashMlaMetadata.of(self.captured.refill(self._rows_of(batch)), is_captured=True)
+        shape = metadata.seq_lens.numel(), metadata.max_query_len
+        for (size, q_heads, queries), stable in self._schedules.items():
+            if (size, queries) == shape:  # a graph reads these addresses, so never rebind them
                 for (_, *kept), (_, *new) in zip(stable, _schedule(metadata, q_heads), strict=True):
                     kept[0].copy_(new[0])
                     kept[1].copy_(new[1])
@@ -94,6 +95,11 @@ class FlashMlaBackend(AttentionBackend):
         if not isinstance(metadata, FlashMlaMetadata):
             raise TypeError(f"flashmla: needs FlashMlaMetadata, got {type(metadata).__name__}")
         return self._attend(layer, q, metadata)
+
+    def _rows_of(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch as the kernel takes it: as many new tokens per table row, no more than a verify has; else lanes."""
+        uniform = len(set(batch.query_lens_host)) == 1 and batch.query_lens_host[0] <= MAX_VERIFY_TOKENS
+        return batch if uniform or self.launcher != "native" else batch.as_lanes()
 
     def _attend(self, layer: AttentionLayer, q: torch.Tensor, metadata: FlashMlaMetadata) -> torch.Tensor:
         from sgl_kernel.flash_mla import flash_mla_with_kvcache  # a GPU library, loaded by whoever launches it
@@ -117,7 +123,7 @@ class FlashMlaBackend(AttentionBackend):
     def _schedule_of(self, metadata: FlashMlaMetadata, q_heads: int) -> list[Schedule]:
         """The schedule of this forward: made once per eager metadata; kept per batch size where captured."""
         if metadata.is_captured:
-            key = metadata.seq_lens.numel(), q_heads
+            key = metadata.seq_lens.numel(), q_heads, metadata.max_query_len
             if key not in self._schedules:
                 if torch.cuda.is_current_stream_capturing():
                     raise InvariantError("flashmla: needs a forward of every captured batch size before its capture")
@@ -126,11 +132,6 @@ class FlashMlaBackend(AttentionBackend):
         if self._eager is None or self._eager[0] is not metadata or self._eager[1] != q_heads:
             self._eager = metadata, q_heads, _schedule(metadata, q_heads)
         return self._eager[2]
-
-
-def _share_a_row(query_lens_host: tuple[int, ...]) -> bool:
-    """Whether one table row per request will do: as many new tokens for each, and no more than a verify has."""
-    return len(set(query_lens_host)) == 1 and query_lens_host[0] <= MAX_VERIFY_TOKENS
 
 
 def _schedule(metadata: FlashMlaMetadata, q_heads: int) -> list[Schedule]:

@@ -8,10 +8,9 @@ from typing import Literal
 
 import torch
 
-from suite.errors import InputError
 from suite.kernels.attention.base import PageTableMetadata
-from suite.kernels.attention.csr import refill_write_ids, require_capturable
-from suite.kernels.batch import ForwardBatch
+from suite.kernels.attention.csr import CaptureLimits, refill_write_ids
+from suite.kernels.batch import ForwardBatch, ForwardMode
 from suite.kernels.geometry import pages_for
 from suite.kernels.ids import KernelIds, KVKind
 from suite.kernels.translator import CaptureTables, KVIndexTranslator
@@ -37,26 +36,29 @@ def plan_page_table(batch: ForwardBatch, translator: KVIndexTranslator) -> PageT
 
 
 class PageTableCapture:
-    """Stable tables, lengths and write ids of captured decode batches; refilled in place, never rebound.
+    """Stable tables, lengths and write ids of captured decodes and verifies; refilled in place, never rebound.
 
+    Both modes, and all sizes up to `max_batch` requests, share them but for `cu_query_lens`, which is constant.
     `tail` says what lies past a request's last page: "stale" keeps what an earlier batch left there,
     "sink" clears the batch's rows first, for kernels that may look at an entry they then mask.
     """
 
-    def __init__(self, translator: KVIndexTranslator, max_batch: int, tail: Tail = "stale") -> None:
-        if max_batch < 1:
-            raise InputError("max_batch", max_batch, "a positive number of requests")
-        self.translator, self.max_batch, self.tail = translator, max_batch, tail
+    def __init__(
+        self, translator: KVIndexTranslator, max_batch: int, draft_tokens: int = 1, tail: Tail = "stale"
+    ) -> None:
+        self.limits = CaptureLimits(max_batch=max_batch, draft_tokens=draft_tokens)
+        self.translator, self.tail = translator, tail
         device = translator.req_to_token.device
         self.tables: CaptureTables = translator.make_capture_tables(max_batch)
         self.seq_lens = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self.cu_query_lens = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
-        self.write_ids = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        each = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
+        self.cu_query_lens = {ForwardMode.DECODE: each, ForwardMode.VERIFY: each * draft_tokens}
+        self.write_ids = torch.zeros(max_batch * draft_tokens, dtype=torch.int64, device=device)
         self.window_write_ids = None if self.tables.window is None else torch.zeros_like(self.write_ids)
 
     def refill(self, batch: ForwardBatch) -> PageTableMetadata:
-        """Metadata of `batch` in the stable buffers; the same addresses for every batch of the same size."""
-        require_capturable(batch, self.max_batch)
+        """Metadata of `batch` in the stable buffers; the same addresses for every batch of its size and mode."""
+        self.limits.require(batch)
         size, window = batch.size, self.tables.window
         self.seq_lens[:size].copy_(batch.seq_lens)
         self._fill(batch, KVKind.FULL, self.tables.full)
@@ -69,8 +71,8 @@ class PageTableCapture:
         return PageTableMetadata(
             mode=batch.mode,
             seq_lens=self.seq_lens[:size],
-            cu_query_lens=self.cu_query_lens[: size + 1],
-            max_query_len=1,
+            cu_query_lens=self.cu_query_lens[batch.mode][: size + 1],
+            max_query_len=batch.query_lens_host[0],
             max_seq_len=self.translator.req_to_token.shape[1],
             write_ids=KernelIds(write_ids, KVKind.FULL),
             window_write_ids=window_write_ids,

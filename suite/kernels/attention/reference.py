@@ -20,7 +20,7 @@ from suite.kernels.attention.base import (
 from suite.kernels.attention.csr import CsrCapture, plan_csr, window_start
 from suite.kernels.attention.support import table_refusal
 from suite.kernels.batch import ForwardBatch
-from suite.kernels.geometry import AttentionLayer, RunnerGeometry
+from suite.kernels.geometry import FP8, AttentionLayer, RunnerGeometry
 from suite.kernels.ids import KVKind
 from suite.kernels.pools import KVPool
 from suite.records import Launcher, PoolMode
@@ -49,8 +49,8 @@ class ReferenceBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> CsrMetadata:
         return plan_csr(batch, self.translator)
 
-    def capture(self, max_batch: int) -> None:
-        self.captured = CsrCapture(self.translator, max_batch)
+    def capture(self, max_batch: int, draft_tokens: int = 1) -> None:
+        self.captured = CsrCapture(self.translator, max_batch, draft_tokens)
 
     def replay(self, batch: ForwardBatch) -> CsrMetadata:
         if self.captured is None:
@@ -80,6 +80,9 @@ def execute(metadata: Metadata, layer: AttentionLayer, q: torch.Tensor, pool: KV
         first = 0 if layer.window is None else window_start(seq_len, query_len, layer.window)
         rows = rows_of(metadata, layer.kind, request, first, seq_len)
         keys, values = k_view.index_select(0, rows), v_view.index_select(0, rows)
+        if keys.dtype is FP8:
+            k_scale, v_scale = pool.scales(layer.index)
+            keys, values = keys.float() * k_scale, values.float() * v_scale
         out[mine] = attend(q[mine], keys, values, layer, seq_len - query_len - first).to(q.dtype)
     return out
 
@@ -101,7 +104,7 @@ def attend(
     # [kv_heads, groups * queries, keys]
     scores = grouped.reshape(layer.kv_heads, groups * queries, -1) @ k.to(dtype).permute(1, 2, 0) * layer.scale
     scores = scores.view(layer.kv_heads, groups, queries, keys)
-    if queries > 1:
+    if queries > 1 and layer.is_causal:
         distance = torch.arange(queries, device=q.device)[:, None] + first_query - torch.arange(keys, device=q.device)
         hidden = distance < 0 if layer.window is None else (distance < 0) | (distance >= layer.window)
         scores = scores.masked_fill(hidden, -torch.inf)

@@ -9,6 +9,7 @@ torch.
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from suite.errors import UnknownNameError
@@ -67,9 +68,17 @@ ANY_PAGES, POWERS_OF_TWO = Pages(), Pages(powers_of_two=True)
 _WINDOWED: tuple[Family, ...] = ("MHA", "SWA")
 _XQA = Pages(sizes=(16, 32, 64))
 _SM90, _SM100, _SM120 = (9, 0), (10, 0), (12, 0)
-_BLACKWELL_MLA = (Kernels(families=("MLA",), pages=Pages(sizes=(32, 64)), first=_SM100),)
 _SGL_KERNEL, _FLASHINFER = ("sgl_kernel", "sglang-kernel"), ("flashinfer", "flashinfer-python")
+_AS_TRTLLM_MLA = "block table int32, as trtllm_mla"
+_TRTLLM_MLA = Support(
+    name="trtllm_mla",
+    layout="block table int32, own -1 tail, padded width",
+    kernels=(Kernels(families=("MLA",), pages=Pages(sizes=(32, 64)), first=_SM100),),
+    package=_FLASHINFER,
+    verify="rows up to 16 tokens on sm_10x, else lanes",
+)
 
+BLOCK_ATTENTION = ("reference", "triton")  # let a block's tokens see each other
 SUPPORT: dict[str, Support] = {
     line.name: line
     for line in (
@@ -134,21 +143,12 @@ SUPPORT: dict[str, Support] = {
             ),
             package=_FLASHINFER,
             sinks=True,
+            verify="lanes on XQA (sm_90, sm_12x), rows on sm_10x",
         ),
-        Support(
-            name="trtllm_mla",
-            layout="block table int32, own -1 tail, padded width",
-            kernels=_BLACKWELL_MLA,
-            package=_FLASHINFER,
-        ),
-        Support(
-            name="cutedsl_mla", layout="block table int32, as trtllm_mla", kernels=_BLACKWELL_MLA, package=_FLASHINFER
-        ),
-        Support(
-            name="tokenspeed_mla",
-            layout="block table int32, as trtllm_mla",
-            kernels=_BLACKWELL_MLA,
-            package=("tokenspeed_mla", "tokenspeed-mla"),
+        _TRTLLM_MLA,
+        replace(_TRTLLM_MLA, name="cutedsl_mla", layout=_AS_TRTLLM_MLA),
+        replace(
+            _TRTLLM_MLA, name="tokenspeed_mla", layout=_AS_TRTLLM_MLA, package=("tokenspeed_mla", "tokenspeed-mla")
         ),
         Support(
             name="flashmla",
@@ -156,6 +156,7 @@ SUPPORT: dict[str, Support] = {
             kernels=(Kernels(families=("MLA",), pages=Pages(sizes=(64,)), first=_SM90),),
             package=_SGL_KERNEL,
             snaps_to=64,
+            verify="rows up to 16 tokens, else lanes",
         ),
     )
 }
@@ -211,6 +212,12 @@ def _prefill_aware_window(line: Support, launch: Launch) -> str | None:
     return f"needs a sliding window of one width on pool {launch.pool}, got a prefill-aware one"
 
 
+def _block_attention(line: Support, launch: Launch) -> str | None:
+    if not launch.block_attention or line.name in BLOCK_ATTENTION:
+        return None
+    return "needs causal attention, got a draft's block, whose tokens all see each other"
+
+
 def _static(launch: Launch) -> bool:
     return launch.pool == "static"
 
@@ -225,6 +232,7 @@ GUARDS: dict[str, Check] = {
     "page-major pages without the unified pool": _page_major,
     "local (chunked) attention on a unified pool: it would translate a kernel id again": _local_attention,
     "a prefill-aware sliding window on a unified pool with fa3 or fa4: it indexes by pool slot": _prefill_aware_window,
+    "a block draft, whose tokens see later ones, on a backend that attends causally only": _block_attention,
 }
 
 

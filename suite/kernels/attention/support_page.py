@@ -20,6 +20,7 @@ HEADER = (
     "sinks",
     "values narrower than keys",
     "pool modes",
+    "verify",
 )
 
 
@@ -41,6 +42,10 @@ def page() -> str:
         f"Pool modes {unified}. Values narrower than keys need `unified_token_major`. On an MLA model, `flashinfer`\n"
         "is `flashinfer_mla`.",
         markdown_table(("what", "backends"), ((what, ", ".join(sorted(names))) for what, names in lists.items())),
+        "## Verify",
+        "As many new tokens for every request, eager or in a graph; no backend is refused one. *Rows*: one call takes\n"
+        "them all. *Lanes*: each becomes a request of its own, with its own row of the page table: exact, and every\n"
+        "key is read once per new token. cutedsl_mla and tokenspeed_mla verify by trtllm_mla's kernels.",
         "## Refused at launch",
         "Before anything is allocated, as `backend: needs X, got Y`:",
         "\n".join(f"- {rule}" for rule in GUARDS),
@@ -65,6 +70,7 @@ def line_cells(line: Support) -> list[str]:
         package,
         *yes,
         modes,
+        line.verify,
     ]
 
 

@@ -40,8 +40,8 @@ class TokenSpeedMlaBackend(TrtllmMlaBackend):
             block_tables=metadata.page_table,
             seq_lens=metadata.seq_lens,
             max_seq_len=metadata.page_table.shape[1] * metadata.page_size,
-            softmax_scale=layer.scale,
-            output_scale=1.0,
+            softmax_scale=layer.scale * self.pool.scales(layer.index)[0],
+            output_scale=self.pool.scales(layer.index)[1],
             causal_mask=True,
         )
         return out

@@ -1,11 +1,11 @@
-"""Our own Triton kernels: split-KV decode and causal extend over CSR streams of kernel ids.
+"""Our own Triton kernels: split-KV decode and verify, and causal extend, over CSR streams of kernel ids.
 
 Native on CUDA; on a CPU the same kernels run under Triton's interpreter, which is slow and exact.
 """
 
 import torch
 
-from suite.errors import InvariantError
+from suite.errors import InputError, InvariantError
 from suite.kernels.attention.base import AttentionBackend, CsrMetadata, CsrStream, Metadata
 from suite.kernels.attention.csr import CsrCapture, plan_csr
 from suite.kernels.attention.reference import execute
@@ -13,7 +13,7 @@ from suite.kernels.attention.support import table_refusal
 from suite.kernels.batch import ForwardBatch, ForwardMode
 from suite.kernels.geometry import AttentionLayer, KVGeometry, RunnerGeometry
 from suite.kernels.ids import KVKind
-from suite.kernels.ops.decode_attention import MIN_TILE, decode_attention
+from suite.kernels.ops.decode_attention import MIN_TILE, decode_attention, tiles_of
 from suite.kernels.ops.extend_attention import extend_attention
 from suite.kernels.ops.interpreter import INTERPRETED, interpreter_reason
 from suite.kernels.ops.mla_decode import mla_attention
@@ -65,8 +65,8 @@ class TritonBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> CsrMetadata:
         return plan_csr(batch, self.translator)
 
-    def capture(self, max_batch: int) -> None:
-        self.captured = CsrCapture(self.translator, max_batch)
+    def capture(self, max_batch: int, draft_tokens: int = 1) -> None:
+        self.captured = CsrCapture(self.translator, max_batch, draft_tokens)
 
     def replay(self, batch: ForwardBatch) -> CsrMetadata:
         if self.captured is None:
@@ -89,9 +89,13 @@ class TritonBackend(AttentionBackend):
 
     def _attend(self, layer: AttentionLayer, q: torch.Tensor, metadata: CsrMetadata, stream: CsrStream) -> torch.Tensor:
         k_view, v_view = self.pool.k_view(layer.index), self.pool.v_view(layer.index)
-        if metadata.mode is ForwardMode.DECODE:
-            splits = self.decode_splits(layer, metadata.seq_lens.numel())
-            return decode_attention(q, k_view, v_view, stream.indptr, stream.indices, layer.scale, layer.sinks, splits)
+        if not layer.is_causal:
+            return self._attend_block(layer, q, metadata, stream)
+        if metadata.mode is not ForwardMode.EXTEND:
+            queries = metadata.max_query_len
+            splits = self.decode_splits(layer, metadata.seq_lens.numel(), queries)
+            streams, softmax = (stream.indptr, stream.indices), (layer.scale, layer.sinks)
+            return decode_attention(q, k_view, v_view, *streams, *softmax, splits, queries, layer.window)
         return extend_attention(
             q,
             k_view,
@@ -106,6 +110,27 @@ class TritonBackend(AttentionBackend):
             layer.sinks,
             metadata.max_query_len,
         )
+
+    def _attend_block(
+        self, layer: AttentionLayer, q: torch.Tensor, metadata: CsrMetadata, stream: CsrStream
+    ) -> torch.Tensor:
+        """Tokens of a request that all see all of it are so many more heads of one query."""
+        if metadata.mode is not ForwardMode.VERIFY:
+            raise InputError("mode", metadata.mode, "a verify batch: a block has as many tokens in every request")
+        batch, queries = metadata.seq_lens.numel(), metadata.max_query_len
+        apart = (batch, queries, layer.kv_heads, layer.q_heads // layer.kv_heads, -1)
+        folded = q.view(apart).transpose(1, 2).reshape(batch, queries * layer.q_heads, layer.head_dim)
+        out = decode_attention(
+            folded,
+            self.pool.k_view(layer.index),
+            self.pool.v_view(layer.index),
+            stream.indptr,
+            stream.indices,
+            layer.scale,
+            None,
+            self.decode_splits(layer, batch, 1),
+        )
+        return out.view(batch, layer.kv_heads, queries, -1, layer.out_dim).transpose(1, 2).reshape(*q.shape[:2], -1)
 
     def _attend_latent(
         self, layer: AttentionLayer, q: torch.Tensor, metadata: CsrMetadata, stream: CsrStream
@@ -131,13 +156,14 @@ class TritonBackend(AttentionBackend):
         longest = self.translator.req_to_token.shape[1]
         return max(1, min(fitting, longest // MIN_SPLIT_TOKENS, MAX_SPLITS))
 
-    def decode_splits(self, layer: AttentionLayer, batch: int) -> int:
+    def decode_splits(self, layer: AttentionLayer, batch: int, queries: int) -> int:
         """Splits of every request's stream. From sizes that a captured batch shares with an eager one, not lengths."""
         longest = self.translator.req_to_token.shape[1]
         if layer.window is not None:
-            longest = min(longest, layer.window)
+            longest = min(longest, layer.window + queries - 1)
         programs = INTERPRETED_PROGRAMS if INTERPRETED else WAVES * _multiprocessors(self.pool.device)
-        wanted = -(-programs // (batch * layer.kv_heads))
+        tiles = tiles_of(layer.q_heads // layer.kv_heads, queries)[2]
+        wanted = -(-programs // (batch * layer.kv_heads * tiles))
         return max(1, min(wanted, longest // MIN_SPLIT_TOKENS))
 
 

@@ -3,10 +3,10 @@
 Both take one int32 page table with packed rows (contiguous, row stride = columns), 0 past a request's
 last page, and fp32 sinks. XQA attends one query token per request, so an extend or a verify becomes one
 *lane* per new token: its request's table row, and the length up to that token. That is exact, ragged and
-windowed; a long prefill reads its keys once per token and is slow. trtllm-gen has a kernel for extends.
+windowed; a long prefill reads its keys once per token and is slow. trtllm-gen takes a verify's queries as rows of
+one call, and has a kernel for extends.
 """
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from suite.records import Launcher, PoolMode
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 WORKSPACE_BYTES = 128 << 20
-MAX_LANES = 32_768  # per launch: lanes are the grid's third dimension, which ends at 65,535
+MAX_ROWS = 32_768  # of a table per launch: rows are the grid's third dimension, which ends at 65,535
 
 
 class TrtllmMhaBackend(AttentionBackend):
@@ -52,20 +52,18 @@ class TrtllmMhaBackend(AttentionBackend):
         return cls.launcher_refusal(device, launcher)
 
     def plan(self, batch: ForwardBatch) -> PageTableMetadata:
-        metadata = plan_page_table(batch, self.translator)
-        if self.launcher == "native" and batch.mode is ForwardMode.EXTEND and _kernels() == "xqa":
-            return as_lanes(metadata, batch.positions)
-        return metadata
+        return plan_page_table(batch.as_lanes() if self._takes_lanes else batch, self.translator)
 
-    def capture(self, max_batch: int) -> None:
-        self.captured = PageTableCapture(self.translator, max_batch, tail="sink")
+    def capture(self, max_batch: int, draft_tokens: int = 1) -> None:
+        rows, tokens = (max_batch * draft_tokens, 1) if self._takes_lanes else (max_batch, draft_tokens)
+        self.captured = PageTableCapture(self.translator, rows, tokens, tail="sink")
         if self.launcher == "native":
             self._workspace()  # outside of every graph
 
     def replay(self, batch: ForwardBatch) -> PageTableMetadata:
         if self.captured is None:
             raise InvariantError("trtllm_mha: replay before capture")
-        return self.captured.refill(batch)
+        return self.captured.refill(batch.as_lanes() if self._takes_lanes else batch)
 
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, metadata: Metadata
@@ -78,24 +76,30 @@ class TrtllmMhaBackend(AttentionBackend):
         table = metadata.table_of(layer.kind)
         if not table.is_contiguous():
             raise InvariantError(f"page table: row stride {table.stride(0)} != {table.shape[1]} columns")
-        attend = self._attend_lanes if metadata.mode is ForwardMode.DECODE else self._attend_ragged
+        attend = self._attend_ragged if metadata.mode is ForwardMode.EXTEND else self._attend_uniform
         return attend(layer, q.contiguous(), metadata, table)
 
-    def _attend_lanes(
+    @property
+    def _takes_lanes(self) -> bool:
+        """Whether the kernels for this GPU attend one query per table row."""
+        return self.launcher == "native" and _kernels() == "xqa"
+
+    def _attend_uniform(
         self, layer: AttentionLayer, q: torch.Tensor, metadata: PageTableMetadata, table: torch.Tensor
     ) -> torch.Tensor:
-        """One query token per table row."""
+        """As many query tokens for every table row: one on XQA."""
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # a GPU library
 
-        out = torch.empty_like(q)
-        for first in range(0, q.shape[0], MAX_LANES):
-            some = slice(first, first + MAX_LANES)
+        out, queries = torch.empty_like(q), metadata.max_query_len
+        for first in range(0, table.shape[0], MAX_ROWS):
+            some, mine = slice(first, first + MAX_ROWS), slice(first * queries, (first + MAX_ROWS) * queries)
             trtllm_batch_decode_with_kv_cache(
-                query=q[some],
+                query=q[mine],
                 block_tables=table[some],
                 seq_lens=metadata.seq_lens[some],
                 max_seq_len=metadata.max_seq_len,
-                out=out[some],
+                out=out[mine],
+                q_len_per_req=queries,
                 backend=_kernels(),
                 **self._common(layer),
             )
@@ -141,26 +145,6 @@ class TrtllmMhaBackend(AttentionBackend):
         if self._zeroed_workspace is None:  # the kernels leave their counters at zero, as they need them
             self._zeroed_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.pool.device)
         return self._zeroed_workspace
-
-
-def as_lanes(metadata: PageTableMetadata, positions: torch.Tensor) -> PageTableMetadata:
-    """The same reads with one query per request: lane t is new token t, at positions[t], of its own request.
-
-    positions: [tokens] int64. The lanes' tables repeat their request's row, packed.
-    """
-    tokens = positions.numel()
-    query_lens = metadata.cu_query_lens.diff()
-    request = torch.repeat_interleave(query_lens, output_size=tokens)  # told the size, it does not wait for the device
-    window = metadata.window_page_table
-    return dataclasses.replace(
-        metadata,
-        mode=ForwardMode.DECODE,
-        seq_lens=(positions + 1).to(torch.int32),
-        cu_query_lens=torch.arange(tokens + 1, dtype=torch.int32, device=positions.device),
-        max_query_len=1,
-        page_table=metadata.page_table.index_select(0, request),
-        window_page_table=None if window is None else window.index_select(0, request),
-    )
 
 
 def _kernels() -> str:

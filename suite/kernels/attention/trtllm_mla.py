@@ -4,8 +4,8 @@ A block table is as wide as whole tiles of the kernel and its helpers need: a mu
 lcm(128 / page size, 4096 / page size) blocks. Every fill writes a request's own blocks and nothing more,
 so past them stands our sentinel, -1, in an eager table and in a captured one after every refill.
 
-trtllm-gen takes as many query tokens for every request, XQA one; a ragged extend, and any on XQA, becomes
-one lane per new token.
+trtllm-gen takes as many query tokens for every request, XQA one; a ragged extend, and any extend or verify on
+XQA, becomes one lane per new token.
 
 With an fp8 pool a fused writer casts and stores new rows in one go, past the pool's door, at the ids that
 `fused_write_ids` names: the captured buffer in a captured decode, the plain write ids on a static pool,
@@ -24,7 +24,6 @@ from suite.kernels.attention.latent import MAX_VERIFY_TOKENS, latent_pages, row_
 from suite.kernels.attention.page_table import PageTableCapture, plan_page_table
 from suite.kernels.attention.reference import execute
 from suite.kernels.attention.support import gpu_capability, native_refusal, table_refusal
-from suite.kernels.attention.trtllm_mha import as_lanes
 from suite.kernels.batch import ForwardBatch
 from suite.kernels.geometry import AttentionLayer, RunnerGeometry, pages_for
 from suite.kernels.ids import KVKind
@@ -75,29 +74,32 @@ class TrtllmMlaBackend(AttentionBackend):
         return cls.launcher_refusal(device, launcher)
 
     def plan(self, batch: ForwardBatch) -> TrtllmMlaMetadata:
+        rows = self._rows_of(batch)
         columns = table_width(batch.max_seq_len, self.translator.page_size)
-        table = torch.full((batch.size, columns), TAIL, dtype=torch.int32, device=self.pool.device)
-        self.translator.fill_read_table(batch, KVKind.FULL, table)
-        metadata = replace(plan_page_table(batch, self.translator), page_table=table)
-        if self.launcher == "native" and not _takes_queries(batch.query_lens_host):
-            metadata = replace(as_lanes(metadata, batch.positions), mode=batch.mode)
+        table = torch.full((rows.size, columns), TAIL, dtype=torch.int32, device=self.pool.device)
+        self.translator.fill_read_table(rows, KVKind.FULL, table)
+        metadata = replace(plan_page_table(rows, self.translator), page_table=table, mode=batch.mode)
         fused = metadata.write_ids.tensor if self._has_fp8 and self.pool.mode == "static" else None
         return _with_fused(metadata, fused)
 
-    def capture(self, max_batch: int) -> None:
-        self.captured = PageTableCapture(self.translator, max_batch)
+    def capture(self, max_batch: int, draft_tokens: int = 1) -> None:
+        takes_lanes = self.launcher == "native" and draft_tokens > _most_queries()
+        rows, tokens = (max_batch * draft_tokens, 1) if takes_lanes else (max_batch, draft_tokens)
+        self.captured = PageTableCapture(self.translator, rows, tokens)
         columns = table_width(self.translator.req_to_token.shape[1], self.translator.page_size)
-        self._table = torch.full((max_batch, columns), TAIL, dtype=torch.int32, device=self.pool.device)
+        self._table = torch.full((rows, columns), TAIL, dtype=torch.int32, device=self.pool.device)
         if self.launcher == "native":
             self._workspace()  # outside of every graph
 
     def replay(self, batch: ForwardBatch) -> TrtllmMlaMetadata:
         if self.captured is None or self._table is None:
             raise InvariantError(f"{self.name}: replay before capture")
-        metadata = self.captured.refill(batch)
-        table = self._table[: batch.size].fill_(TAIL)  # a longer request's blocks would still stand past a shorter one
-        self.translator.fill_read_table(batch, KVKind.FULL, table)
-        return _with_fused(replace(metadata, page_table=table), metadata.write_ids.tensor if self._has_fp8 else None)
+        rows = self._rows_of(batch)
+        metadata = self.captured.refill(rows)
+        table = self._table[: rows.size].fill_(TAIL)  # a longer request's blocks would still stand past a shorter one
+        self.translator.fill_read_table(rows, KVKind.FULL, table)
+        metadata = replace(metadata, page_table=table, mode=batch.mode)
+        return _with_fused(metadata, metadata.write_ids.tensor if self._has_fp8 else None)
 
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, metadata: Metadata
@@ -140,11 +142,16 @@ class TrtllmMlaBackend(AttentionBackend):
             block_tables=metadata.page_table,
             seq_lens=metadata.seq_lens,
             max_seq_len=metadata.page_table.shape[1] * metadata.page_size,
-            bmm1_scale=layer.scale,
-            bmm2_scale=1.0,
+            bmm1_scale=layer.scale * self.pool.scales(layer.index)[0],
+            bmm2_scale=self.pool.scales(layer.index)[1],
             backend=kernels,
         )
         return out
+
+    def _rows_of(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch as the kernels take it: as many new tokens per table row, few enough; else lanes."""
+        uniform = len(set(batch.query_lens_host)) == 1 and batch.query_lens_host[0] <= _most_queries()
+        return batch if uniform or self.launcher != "native" else batch.as_lanes()
 
     @property
     def _has_fp8(self) -> bool:
@@ -153,11 +160,12 @@ class TrtllmMlaBackend(AttentionBackend):
     def _write(
         self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor | None, metadata: TrtllmMlaMetadata
     ) -> None:
-        """Store new rows k [tokens, 1, width]; an fp8 pool's are cast here, with scale 1."""
+        """Store new rows k [tokens, 1, width]; an fp8 pool's are divided by its scale and cast."""
         if metadata.fused_write_ids is None:
-            self.pool.write(layer.index, metadata.write_ids, k.to(self.pool.geometry.full.dtype), v)
+            self.pool.write(layer.index, metadata.write_ids, k, v)
         else:
-            cast_and_store(self.pool.latent_view(layer.index), metadata.fused_write_ids, k[:, 0])
+            scaled = k[:, 0].float() / self.pool.scales(layer.index)[0]
+            cast_and_store(self.pool.latent_view(layer.index), metadata.fused_write_ids, scaled)
 
     def _workspace(self) -> torch.Tensor:
         """Semaphores and partial results, allocated with the first use and never rebound: graphs hold its address."""
@@ -171,11 +179,10 @@ def cast_and_store(view: torch.Tensor, kernel_ids: torch.Tensor, rows: torch.Ten
     view.view(torch.uint8).index_copy_(0, kernel_ids, rows.to(view.dtype).view(torch.uint8))
 
 
-def _takes_queries(query_lens_host: tuple[int, ...]) -> bool:
-    """Whether the kernels for this GPU take these new tokens as they are, without lanes."""
+def _most_queries() -> int:
+    """New tokens per table row that the kernels for this GPU take."""
     capability = gpu_capability()
-    most = MAX_VERIFY_TOKENS if capability is not None and capability[0] == 10 else 1
-    return len(set(query_lens_host)) == 1 and query_lens_host[0] <= most
+    return MAX_VERIFY_TOKENS if capability is not None and capability[0] == 10 else 1
 
 
 def _with_fused(metadata: PageTableMetadata, fused_write_ids: torch.Tensor | None) -> TrtllmMlaMetadata:

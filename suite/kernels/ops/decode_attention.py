@@ -1,9 +1,10 @@
-"""Decode attention over a CSR stream: one query per request, split over its keys, then merged.
+"""Decode attention over a CSR stream: as many queries for every request, split over its keys, then merged.
 
-A program serves one KV head of one request and one split of its stream; the query heads of the group
-share a tile, so every K and V row is read once. The number of splits is fixed at launch and the ranges
-come from the stream on the device, so a captured launch follows any length. No atomics: the same input
-gives the same bits. Softmax runs in base 2, in fp32.
+One query per request is a decode, more are a verify. A program serves one KV head of one request and one
+split of its stream; rows of its tile are (query, head of the group) pairs, so every K and V row is read
+once. The number of splits is fixed at launch and the ranges come from the stream on the device, so a
+captured launch follows any length. No atomics: the same input gives the same bits. Softmax runs in base 2,
+in fp32.
 """
 
 import torch
@@ -17,6 +18,7 @@ NOTHING = tl.constexpr(-1.0e30)  # below every score, and finite: the difference
 MIN_TILE = 16  # tensor cores multiply tiles of at least 16 rows
 # head width -> (keys per block, warps, stages): the fastest of 15 on an H200 with 4,096 tokens a request
 TUNED = {64: (64, 2, 4), 128: (128, 4, 2), 256: (32, 4, 2)}
+MAX_TILE = 64  # rows of queries: with a head of 128 their fp32 sums are half of a program's registers
 
 
 def decode_attention(
@@ -28,26 +30,32 @@ def decode_attention(
     scale: float,
     sinks: torch.Tensor | None,
     splits: int,
+    queries: int = 1,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Attend q [batch, q_heads, head_dim] over rows `indices[indptr[r] : indptr[r + 1]]` of the views.
+    """Attend q [batch * queries, q_heads, head_dim] over rows `indices[indptr[r] : indptr[r + 1]]` of the views.
 
+    A request's queries are the newest tokens of its stream and causal among themselves; of more than one, each sees
+    `window` tokens, itself included. One query sees its whole stream, which starts where its window does.
     k_view, v_view: [rows, kv_heads, head_dim or v_head_dim], may stride over rows. indptr: [batch + 1], indices:
-    int32. sinks: [q_heads] fp32 or None. An empty stream gives 0. Returns [batch, q_heads, v_head_dim] in q's dtype.
+    int32. sinks: [q_heads] fp32 or None. An empty stream gives 0. Returns [tokens, q_heads, v_head_dim] in q's dtype.
     """
-    batch, q_heads, head_dim = q.shape
+    tokens, q_heads, head_dim = q.shape
     kv_heads, v_head_dim = v_view.shape[1:]
     q = q if q.stride(2) == 1 else q.contiguous()
     # the interpreter truncates fp32 to bf16, torch rounds
     dtype = torch.float32 if INTERPRETED else q.dtype
-    out = torch.empty(batch, q_heads, v_head_dim, dtype=dtype, device=q.device)
+    out = torch.empty(tokens, q_heads, v_head_dim, dtype=dtype, device=q.device)
     partial, lse = out, out
     if splits > 1:
-        partial = torch.empty(batch, q_heads, splits, v_head_dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=q.device)
+        partial = torch.empty(tokens, q_heads, splits, v_head_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(tokens, q_heads, splits, dtype=torch.float32, device=q.device)
     block_d, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
-    groups = q_heads // kv_heads
+    lanes, rows, tiles = tiles_of(q_heads // kv_heads, queries)
     block_n, warps, stages = TUNED[max(64, block_d)]
-    _split_kernel[(kv_heads, batch, splits)](
+    if rows > MIN_TILE:
+        warps = max(warps, 4 if block_v <= 128 else 8)
+    _split_kernel[(kv_heads * tiles, indptr.numel() - 1, splits)](
         q,
         q.stride(0),
         q.stride(1),
@@ -63,11 +71,15 @@ def decode_attention(
         partial,
         lse,
         KV_HEADS=kv_heads,
-        GROUPS=groups,
+        GROUPS=q_heads // kv_heads,
+        LANES=lanes,
+        QUERIES=queries,
+        TILES=tiles,
+        WINDOW=window or 0 if queries > 1 else 0,
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
         SPLITS=splits,
-        BLOCK_M=max(MIN_TILE, triton.next_power_of_2(groups)),
+        BLOCK_M=rows,
         BLOCK_N=128 if INTERPRETED else block_n,
         BLOCK_D=block_d,
         BLOCK_V=block_v,
@@ -76,7 +88,7 @@ def decode_attention(
         num_stages=stages,
     )
     if splits > 1:
-        _merge_kernel[(q_heads, batch)](
+        _merge_kernel[(q_heads, tokens)](
             partial,
             lse,
             sinks,
@@ -88,6 +100,17 @@ def decode_attention(
             num_warps=2,
         )
     return out.to(q.dtype)
+
+
+def tiles_of(groups: int, queries: int) -> tuple[int, int, int]:
+    """(rows that one query takes, rows of a tile, tiles of a request) for `groups` query heads per KV head."""
+    lanes = triton.next_power_of_2(groups)
+    if queries == 1:
+        rows = max(MIN_TILE, lanes)
+        return rows, rows, 1
+    largest = max(lanes, 512 if INTERPRETED else MAX_TILE)  # the interpreter pays per program, hardly per row
+    rows = max(MIN_TILE, min(largest, lanes * triton.next_power_of_2(queries)))
+    return lanes, rows, triton.cdiv(queries, rows // lanes)
 
 
 @triton.jit
@@ -126,6 +149,10 @@ def _split_kernel(
     lse,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -135,7 +162,7 @@ def _split_kernel(
     BLOCK_V: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
+    kv_head = tl.program_id(0) // TILES
     request = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     begin = tl.load(indptr + request).to(tl.int64)
@@ -144,15 +171,21 @@ def _split_kernel(
     first = split * share
     last = tl.minimum(first + share, length)
 
-    group = tl.arange(0, BLOCK_M)
-    head = kv_head * GROUPS + group
+    lane = tl.arange(0, BLOCK_M)
+    at_query = (tl.program_id(0) % TILES) * (BLOCK_M // LANES) + lane // LANES
+    token = request * QUERIES + at_query
+    head = kv_head * GROUPS + lane % LANES
     dim = tl.arange(0, BLOCK_D)
     v_dim = tl.arange(0, BLOCK_V)
-    written = (group < GROUPS)[:, None] & (v_dim < V_HEAD_DIM)[None, :]
-    real = (group < GROUPS)[:, None] & (dim < HEAD_DIM)[None, :]
-    query = tl.load(q + request * q_token_stride + head[:, None] * q_head_stride + dim[None, :], mask=real, other=0.0)
+    real = (lane % LANES < GROUPS) & (at_query < QUERIES)
+    query = tl.load(
+        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
+        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )
     if UPCAST:
         query = query.to(tl.float32)
+    position = length - QUERIES + at_query  # in the stream
 
     top = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -169,7 +202,12 @@ def _split_kernel(
         if UPCAST:
             keys = keys.to(tl.float32)
         scores = tl.dot(query, keys, input_precision="ieee") * (scale * LOG2_E)
-        scores = tl.where(inside[None, :], scores, float("-inf"))
+        visible = inside[None, :]
+        if QUERIES > 1:
+            visible = visible & (at[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
         weights, decay, top, total = online_softmax(scores, top, total)
         v_at = row * v_row_stride + kv_head * V_HEAD_DIM
         values = tl.load(
@@ -179,21 +217,22 @@ def _split_kernel(
             values = values.to(tl.float32)
         acc = acc * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
-    q_heads = KV_HEADS * GROUPS
+    written = real[:, None] & (v_dim < V_HEAD_DIM)[None, :]
+    at_head = token * (KV_HEADS * GROUPS) + head
     if SPLITS == 1:
         sink = tl.full([BLOCK_M], NOTHING, tl.float32)
         if sinks is not None:
-            sink = tl.load(sinks + head, mask=group < GROUPS, other=0.0).to(tl.float32) * LOG2_E
+            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
         result = join_sink(acc, top, total, sink)
-        at_out = (request * q_heads + head)[:, None] * V_HEAD_DIM + v_dim[None, :]
-        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=written)
+        tl.store(out + at_head[:, None] * V_HEAD_DIM + v_dim[None, :], result.to(out.dtype.element_ty), mask=written)
     else:
-        at_lse = (request * q_heads + head) * SPLITS + split
-        if first < last:
-            tl.store(partial + at_lse[:, None] * V_HEAD_DIM + v_dim[None, :], acc / total[:, None], mask=written)
-            tl.store(lse + at_lse, top + tl.log2(total), mask=group < GROUPS)
-        else:
-            tl.store(lse + at_lse, tl.full([BLOCK_M], NOTHING, tl.float32), mask=group < GROUPS)
+        # a query may see nothing of this split: it writes no partial, and NOTHING as its weight
+        seen = total > 0.0
+        total = tl.where(seen, total, 1.0)
+        at_split = at_head * SPLITS + split
+        at_partial = at_split[:, None] * V_HEAD_DIM + v_dim[None, :]
+        tl.store(partial + at_partial, acc / total[:, None], mask=written & seen[:, None])
+        tl.store(lse + at_split, top + tl.log2(total), mask=real)
 
 
 @triton.jit

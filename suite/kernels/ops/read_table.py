@@ -6,14 +6,30 @@ caller keeps past them (zeros, a -1 sentinel, a stale tail) survives. Ids that a
 range or unmapped become page 0, the sink.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from suite.errors import InputError
 
-PROGRAMS = 1024  # the grid follows the batch, not the lengths, so a captured launch stays cheap at short ones
-BLOCK = 256  # columns of page size 1, where a program has the most of them; half of it otherwise
+
+@dataclass(frozen=True, kw_only=True)
+class TableCut:
+    """How one launch is cut: columns per block, programs over all requests, warps.
+
+    The grid follows the batch, not the lengths, so a captured launch stays cheap at short ones. `keeps_map`: tell
+    the L2 to keep the page map, whose entries are gathered, over ids and table, which are streamed.
+    """
+
+    block: int
+    programs: int = 1024
+    warps: int = 4
+    keeps_map: bool = False
+
+
+ONE_TOKEN_PAGES, LONGER_PAGES = TableCut(block=256), TableCut(block=128)  # one-token pages have the most columns
 
 
 def read_table(
@@ -72,13 +88,14 @@ def read_table_triton(
     page_multiplier: int,
     page_size: int,
     max_seq_len: int,
+    cut: TableCut | None = None,
 ) -> None:
     """The same as one Triton launch."""
     batch = req_rows.numel()
     columns = min(out.shape[1], triton.cdiv(req_to_token.shape[1], page_size))
-    block = BLOCK if page_size == 1 else BLOCK // 2
-    useful = triton.cdiv(min(columns, triton.cdiv(max_seq_len, page_size)), block)
-    grid = (batch, max(1, min(useful, triton.cdiv(PROGRAMS, batch))))
+    cut = cut or (ONE_TOKEN_PAGES if page_size == 1 else LONGER_PAGES)
+    useful = triton.cdiv(min(columns, triton.cdiv(max_seq_len, page_size)), cut.block)
+    grid = (batch, max(1, min(useful, triton.cdiv(cut.programs, batch))))
     _read_table_kernel[grid](
         out,
         out.stride(0),
@@ -91,7 +108,10 @@ def read_table_triton(
         page_multiplier,
         columns,
         PAGE_SIZE=page_size,
-        BLOCK=block,
+        BLOCK=cut.block,
+        STREAMED="evict_first" if cut.keeps_map else "",
+        GATHERED="evict_last" if cut.keeps_map else "",
+        num_warps=cut.warps,
     )
 
 
@@ -109,6 +129,8 @@ def _read_table_kernel(
     columns,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    STREAMED: tl.constexpr,
+    GATHERED: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     tokens = req_to_token + tl.load(req_rows + request).to(tl.int64) * token_stride
@@ -116,15 +138,16 @@ def _read_table_kernel(
     for first in range(tl.program_id(1) * BLOCK, live, tl.num_programs(1) * BLOCK):
         column = first + tl.arange(0, BLOCK)
         written = column < live
-        token = tl.load(tokens + column * PAGE_SIZE, mask=written, other=-1)
+        token = tl.load(tokens + column * PAGE_SIZE, mask=written, other=-1, eviction_policy=STREAMED)
         bound = token >= 0  # tested before the division, which truncates -1 // page_size to page 0
         page = token // PAGE_SIZE
         if page_map is not None:
             bound = bound & (page < mapped_pages)
-            page = tl.load(page_map + page, mask=bound, other=-1)
+            page = tl.load(page_map + page, mask=bound, other=-1, eviction_policy=GATHERED)
             bound = bound & (page >= 0)
         entry = tl.where(bound, page.to(tl.int64) * page_multiplier, 0)
-        tl.store(out + request * out_stride + column, entry.to(out.dtype.element_ty), mask=written)
+        at = out + request * out_stride + column
+        tl.store(at, entry.to(out.dtype.element_ty), mask=written, eviction_policy=STREAMED)
 
 
 def _check(

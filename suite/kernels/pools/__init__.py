@@ -6,7 +6,7 @@ writes go; page 0 is never handed out.
 """
 
 import abc
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -15,7 +15,10 @@ from suite.kernels.ids import KernelIds, KVKind, require_kernel
 from suite.kernels.ops.write_kv import write_kv
 from suite.records import PoolMode
 
-POISON = 0x7FC1  # a bf16 NaN; two of them are an fp32 NaN
+if TYPE_CHECKING:
+    from suite.kernels.pools.state import StatePool
+
+POISON = 0x7FFF  # two fp8 NaNs, a bf16 NaN, or half an fp32 NaN
 
 
 class KVPool(abc.ABC):
@@ -26,6 +29,8 @@ class KVPool(abc.ABC):
     """
 
     mode: ClassVar[PoolMode]
+    state: "StatePool | None" = None  # of a hybrid model
+    draft: "KVPool | None" = None  # rows of a draft that lie in these pages and are read through their page map
 
     def __init__(self, geometry: RunnerGeometry, device: torch.device, poison: bool) -> None:
         self.geometry, self.device, self.poison = geometry, device, poison
@@ -46,6 +51,10 @@ class KVPool(abc.ABC):
             raise TypeError(f"layer {layer} has K and V rows, no latent ones")
         return self._k[layer][:, 0]
 
+    def scales(self, layer: int) -> tuple[float, float]:
+        """(K, V): what stored rows of `layer` are multiplied by when read; 1.0 but for fp8 rows."""
+        return self.geometry.of(self.geometry.kind_of(layer)).scales_of(layer)
+
     def paged(self, view: torch.Tensor) -> torch.Tensor:
         """A layer's view as [pages, page_size, kv_heads, head_dim], by explicit strides.
 
@@ -58,12 +67,13 @@ class KVPool(abc.ABC):
     def write(self, layer: int, ids: KernelIds, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Store k, v [tokens, kv_heads, head_dim] at kernel ids [tokens]; TypeError for ids of another space.
 
-        v is None for MLA, whose rows k [tokens, 1, head_dim] hold both.
+        v is None for MLA, whose rows k [tokens, 1, head_dim] hold both. Into fp8 rows goes the row divided by its
+        scale, see `write_kv`.
         """
         rows = require_kernel(ids, self.geometry.kind_of(layer), f"write to layer {layer}")
         if (v is None) != self.geometry.of(ids.kind).is_latent:
             raise TypeError(f"write to layer {layer}: {'needs' if v is None else 'has no'} V rows")
-        write_kv(self._k[layer], None if v is None else self._v[layer], rows, k, v)
+        write_kv(self._k[layer], None if v is None else self._v[layer], rows, k, v, *self.scales(layer))
 
     @abc.abstractmethod
     def num_pages(self, kind: KVKind) -> int:
@@ -75,7 +85,7 @@ class KVPool(abc.ABC):
 
     def page_bytes(self, kind: KVKind) -> int:
         """Bytes that one page of sub-pool `kind` binds."""
-        return self.geometry.of(kind).page_bytes(self.mode)
+        return self.geometry.page_bytes(kind, self.mode)
 
     @abc.abstractmethod
     def zero_pages(self, kind: KVKind, physical_pages: torch.Tensor) -> None:

@@ -7,21 +7,29 @@ pages are found through the allocator's full-to-window map.
 import torch
 
 from suite.errors import InputError, PageMapRangeError
-from suite.kernels.geometry import INT32_MAX, RunnerGeometry
+from suite.kernels.geometry import INT32_MAX, STATE, RunnerGeometry
 from suite.kernels.ids import KVKind
 from suite.kernels.pools import POISON, KVPool
+from suite.kernels.pools.state import StatePool
 
 
 class StaticPool(KVPool):
-    """`pages` says how many pages each sub-pool holds, page 0 (the sink) included."""
+    """`pages` says how many pages each sub-pool holds, page 0 (the sink) included; `pages["state"]` counts slots.
+
+    A draft of the geometry gets tensors of its own, as many pages of each kind, and the same ids.
+    """
 
     mode = "static"
 
     def __init__(
-        self, geometry: RunnerGeometry, pages: dict[KVKind, int], device: torch.device | str, *, poison: bool = False
+        self, geometry: RunnerGeometry, pages: dict[str, int], device: torch.device | str, *, poison: bool = False
     ) -> None:
         super().__init__(geometry, torch.device(device), poison)
         self._pages = pages
+        if geometry.state is not None:
+            self.state = StatePool.static(geometry.state, pages.get(STATE, 0) - 1, device, poison=poison)
+        if geometry.draft is not None:
+            self.draft = StaticPool(geometry.draft, pages, device, poison=poison)
         for pool in geometry.pools:
             count = pages.get(pool.kind, 0)
             if count < 2:
@@ -58,6 +66,11 @@ class StaticPool(KVPool):
                 pages.view(torch.int16).index_fill_(0, physical_pages, POISON)
 
     def _paged(self, kind: KVKind) -> list[torch.Tensor]:
-        pool, count = self.geometry.of(kind), self._pages[kind]
-        sides = (self._k,) if pool.is_latent else (self._k, self._v)
-        return [side[layer].view(count, -1) for layer in pool.layers for side in sides]
+        """Every layer's rows of `kind`, the draft's among them, as bytes: [pages, page's rows]."""
+        count, rows = self._pages[kind], []
+        for owner in (self, self.draft):
+            for pool in () if owner is None else owner.geometry.pools:
+                sides = (owner._k,) if pool.is_latent else (owner._k, owner._v)
+                layers = pool.layers if pool.kind is kind else ()
+                rows += [side[layer].view(torch.uint8).view(count, -1) for layer in layers for side in sides]
+        return rows
