@@ -16,7 +16,7 @@ demo: $(READY)
 	$(BIN)/kvproof demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

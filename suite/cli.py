@@ -48,7 +48,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(short_help="Run every cell of a matrix and keep every row.")
 def run(
     matrix: Annotated[Path, typer.Argument(help="The matrix to run.", metavar="MATRIX.toml")],
     db: Db = DEFAULT_DB,
@@ -85,7 +85,7 @@ def run(
     finish(execute(plan, db, shard=name, seed=seed, jobs=jobs, retries=retries, budget=budget), db, json)
 
 
-@app.command()
+@app.command(short_help="Show every row of a run: how it ended, and why.")
 def show(run: Run = None, db: Db = DEFAULT_DB, json: Json = False, metric: MetricName = None) -> None:
     """Show every row of a run: how it ended, why, and what it measured.
 
@@ -96,7 +96,7 @@ def show(run: Run = None, db: Db = DEFAULT_DB, json: Json = False, metric: Metri
     show_run(run, db, json, metric)
 
 
-@app.command()
+@app.command(short_help="Compare the unified rows of a run with the static ones.")
 def compare(run: Run = None, db: Db = DEFAULT_DB, json: Json = False, metric: MetricName = None) -> None:
     """Compare the unified rows of a run with their cells' static rows, metric by metric.
 
@@ -118,7 +118,7 @@ def compare(run: Run = None, db: Db = DEFAULT_DB, json: Json = False, metric: Me
         print_compare(run_id, rows)
 
 
-@app.command()
+@app.command(short_help="List the backends, and what can execute them here.")
 def doctor(json: Json = False) -> None:
     """List the attention backends, and what can execute each of them on this machine.
 
@@ -134,7 +134,7 @@ def doctor(json: Json = False) -> None:
         print_doctor(rows)
 
 
-@app.command()
+@app.command(short_help="Find who translates ids outside of the owners.")
 def scan(
     path: Annotated[Path, typer.Argument(help="A Python file or a folder; the current one when left out.")] = Path("."),
     rules: Annotated[
@@ -161,7 +161,7 @@ def scan(
     raise typer.Exit(1 if findings else 0)
 
 
-@app.command()
+@app.command(short_help="Prove the unified pool on this machine.")
 def demo(db: Db = DEFAULT_DB) -> None:
     """Prove the unified pool on this machine, and that a planted fault would be caught.
 

@@ -17,7 +17,7 @@ BROKEN_EXIT_CODE = 1
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(resume)
+    app.command(short_help="Continue the unfinished cells of a run.")(resume)
     app.add_typer(db_app)
 
 
@@ -51,7 +51,7 @@ def resume(
     finish(resume_run(engine, record.id, options), db, json)
 
 
-@db_app.command()
+@db_app.command(short_help="Bring a database to the newest schema.")
 def upgrade(db: Db = DEFAULT_DB) -> None:
     """Bring a database to the newest schema, or make an empty one."""
     from db.session import newest_revision, open_db
@@ -60,7 +60,7 @@ def upgrade(db: Db = DEFAULT_DB) -> None:
     typer.echo(f"{db}: schema revision {newest_revision()}")
 
 
-@db_app.command()
+@db_app.command(short_help="Merge the databases of other machines into --db.")
 def merge(
     sources: Annotated[list[str], typer.Argument(help="Databases to merge from.", metavar="SOURCE...")],
     db: Db = DEFAULT_DB,
@@ -86,7 +86,7 @@ def merge(
         print_json_rows(rows)
 
 
-@db_app.command()
+@db_app.command(short_help="Export results as SQLite or Parquet.")
 def export(
     out: Annotated[Path, typer.Argument(help="FILE.db for SQLite without raw samples, else a folder for Parquet.")],
     run: Annotated[str | None, typer.Option(help="Only this run, by its id or its beginning.", metavar="RUN")] = None,

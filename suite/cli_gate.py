@@ -12,7 +12,7 @@ ReportFile = Path | None
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(gate)
+    app.command(short_help="Decide whether a run passes a policy.")(gate)
 
 
 def gate(

@@ -17,7 +17,7 @@ Run = Annotated[
 MetricName = Annotated[str | None, typer.Option("--metric", help="Only this metric.", metavar="NAME")]
 Plant = Annotated[
     str | None,
-    typer.Option(help="Also run the unified arm of the first cell with this fault planted.", metavar="FAULT"),
+    typer.Option(help="Also run the unified arm of the first engine cell with this fault planted.", metavar="FAULT"),
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Blocks at once; on GPUs each has one of its own.", metavar="N")]
 Retries = Annotated[

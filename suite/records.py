@@ -19,8 +19,9 @@ STATUSES: tuple[Status, ...] = ("passed", "wrong", "refused", "crashed", "timed_
 Launcher = Literal["native", "interpreter", "reference"]
 LAUNCHERS: tuple[Launcher, ...] = ("native", "interpreter", "reference")
 PoolMode = Literal["static", "unified", "unified_token_major"]
-Speculation = Literal["none", "scripted", "simulated", "ngram", "model"]
-SPECULATIONS: tuple[Speculation, ...] = ("none", "scripted", "simulated", "ngram", "model")
+Speculation = Literal["none", "scripted", "simulated", "ngram", "model", "dspark", "dflash"]
+SPECULATIONS: tuple[Speculation, ...] = ("none", "scripted", "simulated", "ngram", "model", "dspark", "dflash")
+BLOCK_DRAFTS: tuple[Speculation, ...] = ("dspark", "dflash")  # a block in one pass, fed with the target's features
 POOL_MODES: tuple[PoolMode, ...] = ("static", "unified", "unified_token_major")
 
 
@@ -97,6 +98,8 @@ class Workload(Record, frozen=True, tag="engine", tag_field="kind"):
     `pool_share` is the share of the pages of a full batch that there are: below 1 requests are retracted. `mixed`
     puts prefill chunks beside decoding requests. `speculation` verifies `draft_tokens` drafts at once: `scripted`
     ones are right as often as `script` says, `simulated` ones count as right that often whatever the target says.
+    `draft` is the folder of the draft; block drafts are looked for in the target's folder where it is None.
+    `language` is what prompts are texts of. Under an accept length of `min_accept_length` the row is `wrong`.
     """
 
     name: str
@@ -126,6 +129,8 @@ class Workload(Record, frozen=True, tag="engine", tag_field="kind"):
     script: tuple[int, ...] = ()
     draft: str | None = None
     fused_draft: bool = False
+    language: str = "copy"
+    min_accept_length: float | None = None
 
 
 KernelOp = Literal["decode", "extend", "verify", "write", "translate", "state_decode", "state_prefill", "state_verify"]

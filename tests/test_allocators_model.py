@@ -177,10 +177,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.give_back_slots(gone)
 
     def give_back_slots(self, gone):
-        self.allocator.slots.free(gone)
         for slot in gone:
-            del self.slots[slot]
-            assert self.kernel_slot(slot) == -1
+            del self.slots[slot]  # first: an eager free may pack, and so wait for the forward, before it returns
+        self.allocator.slots.free(gone)
+        assert all(self.kernel_slot(slot) == -1 for slot in gone)
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data(), reserve=st.booleans())
@@ -206,8 +206,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data):
         snapshot = data.draw(st.sampled_from(sorted(self.kept, key=lambda kept: kept.slot)))
-        self.allocator.slots.drop(snapshot)
         del self.kept[snapshot]
+        self.allocator.slots.drop(snapshot)
 
     def kernel_slot(self, slot: int) -> int:
         return int(self.allocator.slots.kernel_slots(VirtualSlots(torch.tensor([slot]))).tensor)
@@ -341,5 +341,5 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import shutil
+import subprocess
+import sys
 
 import pytest
 import sqlalchemy as sa
@@ -338,3 +340,11 @@ def test_a_conflict_or_an_absent_source_is_one_line(kvproof, tmp_path):
         code, out, err = kvproof("merge", source, "--db", "all.db")
         assert (code, out, err.count("\n")) == (4, "", 1)
         assert err.startswith(said)
+
+
+def test_whoever_imports_merging_alone_knows_every_table():
+    """In a process of its own, as the command is: the other tests have imported everything by now."""
+    code = "import db.merge as m; print(*(table.name for table in m.Base.metadata.sorted_tables))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == set(models.Base.metadata.tables)

@@ -22,6 +22,7 @@ TABLES = {
     *("environment", "code_rev", "run", "cell", "arm", "block", "cell_run", "metric", "measurement"),
     *("sample_block", "item", "item_result", "comparison", "ingest_log"),
     *("gate_policy", "gate_decision", "gate_evidence", "noise_model", "baseline", "change_point"),
+    "fault_trial",
 }
 
 

@@ -9,8 +9,7 @@ from suite.e2e.engine.memory import RequestMemory
 from suite.e2e.engine.requests import Request
 from suite.e2e.engine.runner import NonFiniteLogitsError
 from suite.e2e.engine.scheduler import Scheduler
-from suite.e2e.faults import FAULTS
-from suite.e2e.faults.planting import PLANTERS, plant
+from suite.e2e.faults.planting import planting
 from suite.errors import InputError, RefusedError, UnknownNameError
 from suite.kernels.ids import KVKind
 from suite.kernels.pools.unified import UnifiedPool
@@ -18,6 +17,15 @@ from suite.kernels.translator import KVIndexTranslator
 from tests import tiny
 
 NEW_TOKENS = 12
+FAULTS = (
+    "move_copies_nothing",
+    "read_forgets_multiplier",
+    "read_skips_translation",
+    "read_translates_twice",
+    "window_reads_full_map",
+    "window_write_uses_full_ids",
+    "write_skips_translation",
+)
 
 
 def requests(count: int = 6) -> list[Request]:
@@ -33,11 +41,10 @@ def requests(count: int = 6) -> list[Request]:
 
 
 def served(pool: str, *, plants: tuple[str, ...] = (), **changes) -> tuple[list[list[int]], torch.Tensor, object]:
-    engine = tiny.engine(pool, **changes)
-    for name in plants:
-        plant(name, engine)
     work = requests()
-    engine.run(work)
+    with planting(plants):
+        engine = tiny.engine(pool, **changes)
+        engine.run(work)
     return [r.output for r in work], torch.stack([row for r in work for row in r.logits]), engine
 
 
@@ -79,7 +86,7 @@ def test_fa3_metadata_gives_the_same_answers(static):
         assert torch.equal(logits, static[1])
 
 
-@pytest.mark.parametrize("fault", sorted(FAULTS))
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("backend", "graph"), [("reference", True), ("fa3", True), ("fa3", False)])
 def test_every_planted_fault_is_seen(static, fault, backend, graph):
     _, logits, _ = served("unified", plants=(fault,), backend=backend, graph=graph)
@@ -109,15 +116,11 @@ def test_pages_that_are_not_cleared_are_seen_by_poison(monkeypatch):
     assert engine.allocator.pool.k_view(1)[at * 4].isnan().all()
 
 
-def test_planting_touches_one_engine_only(static):
+def test_what_was_planted_leaves_nothing_behind(static):
     served("unified", plants=("read_skips_translation",))
     assert torch.equal(served("unified")[1], static[1])
-
-
-def test_every_fault_has_a_planter():
-    assert set(FAULTS) == set(PLANTERS)
     with pytest.raises(UnknownNameError, match="did you mean 'read_skips_translation'"):
-        plant("read_skips_translatoin", None)
+        served("unified", plants=("read_skips_translatoin",))
 
 
 def test_score_equals_the_generated_logits(static):
@@ -160,8 +163,7 @@ def test_window_pages_leave_and_full_pages_stay():
 
 def test_nan_in_a_read_row_stops_the_run():
     engine = tiny.engine("unified", poison=True)
-    plant("read_skips_translation", engine)
-    with pytest.raises(NonFiniteLogitsError, match="rows are not finite"):
+    with planting(["read_skips_translation"]), pytest.raises(NonFiniteLogitsError, match="rows are not finite"):
         engine.run(requests())
 
 

@@ -13,6 +13,8 @@ from suite.e2e.faults.detection.registry import FAULTS
 from suite.e2e.faults.detection.run import choose, detect, missed, observe
 from suite.e2e.faults.detection.signals import signal_of
 from suite.e2e.faults.fault import KINDS, Fault, Registry, Setting, Signal
+from suite.e2e.faults.names import ENGINE_FAULTS, ENGINE_ROOMS, OF_BLOCK_DRAFTS
+from suite.e2e.faults.planting import planting
 from suite.e2e.faults.seams import locate, planted, unplanted
 from suite.errors import InputError, InvariantError, UnknownNameError
 from suite.kernels.allocators.books import FreePages
@@ -53,12 +55,13 @@ def test_a_fault_stands_at_its_seam_and_leaves_it_as_it_was(name):
     assert standing(seam) is before
 
 
-def test_there_are_faults_of_every_kind_and_the_run_matrix_can_plant_the_seven():
+def test_there_are_faults_of_every_kind_and_a_matrix_run_can_plant_those_of_the_engine():
     assert len(FAULTS) >= 60
     assert {fault.kind for fault in FAULTS.values()} == set(KINDS)
     assert {fault.kind for fault in choose(smoke=True)} == set(KINDS)
-    assert set(faults.FAULTS) <= set(FAULTS)
-    assert all(faults.FAULTS[name] == FAULTS[name].text for name in faults.FAULTS)
+    of_the_engine = {fault.id for fault in FAULTS.values() if fault.seam.startswith(ENGINE_ROOMS)}
+    assert of_the_engine == ENGINE_FAULTS
+    assert set(OF_BLOCK_DRAFTS) <= ENGINE_FAULTS
 
 
 def test_the_smoke_set_is_caught_and_its_twins_are_clean():
@@ -115,6 +118,16 @@ def test_a_plant_is_lifted_when_the_scenario_fails():
     with pytest.raises(KeyError), planted(fault(taken, substitute=takes_nothing)):
         raise KeyError
     assert standing(SEAM) is before
+
+
+def test_planting_by_name_holds_while_its_block_runs():
+    names = ("read_skips_translation", "move_copies_nothing")
+    before = [standing(FAULTS[name].seam) for name in names]
+    with planting(names):
+        assert all(standing(FAULTS[name].seam) is not own for name, own in zip(names, before, strict=True))
+    assert [standing(FAULTS[name].seam) for name in names] == before
+    with pytest.raises(UnknownNameError, match="plant: got 'writers_do_not_wait'"), planting(["writers_do_not_wait"]):
+        pytest.fail("a database's fault is none of an engine's")
 
 
 def test_a_seam_must_be_defined_where_it_is_named():

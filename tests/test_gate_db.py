@@ -173,7 +173,7 @@ def test_planted_rows_are_the_engines_smoke_set(engine, status, passes):
     wrong = {"status": "wrong", "reason_code": "logits_differ", "reason": "x", "metrics": {}, "samples": ()}
     store_run(engine, plants=("read_skips_translation",), blocks=1, changes=wrong if status == "wrong" else None)
     run = store_run(engine)
-    policy = make_policy(smoke="required")
+    policy = make_policy(smoke="data")
     if passes:
         kept = gate(engine, run, policy)
         assert kept.verdict == "PASS"

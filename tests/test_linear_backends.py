@@ -61,6 +61,14 @@ def test_a_slot_is_free_for_the_next_request(family):
     rig.step({4: 1, 2: 1})
 
 
+def assert_same(launcher, got, want, why=None):
+    """To the bit, NaN being itself; the torch twin by rounding: on some CPUs its sums depend on the batch's shape."""
+    if launcher == "reference":
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+    else:
+        assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)), why
+
+
 @FAMILIES
 @LAUNCHERS
 def test_verify_and_commit_equal_decoding_the_accepted_tokens(family, launcher):
@@ -84,14 +92,13 @@ def test_verify_and_commit_equal_decoding_the_accepted_tokens(family, launcher):
         _, step = decoded.plan(live)
         for layer in inputs:
             out = decoded.backend.forward(decoded.model[layer], part(inputs[layer], rows), step)
-            assert torch.equal(out, outs[layer][rows])
+            assert_same(launcher, out, outs[layer][rows])
 
     verified.backend.commit(metadata, torch.tensor(accepts))
-    expected = decoded.snapshot()
     for layer in verified.layers:
         at = LAYERS.index(layer)
-        for got, want in zip(verified.snapshot(), expected, strict=True):
-            assert torch.equal(got[at], want[at]), f"layer {layer}: a rejected suffix left a trace"
+        for got, want in zip(verified.pool.streams(), decoded.pool.streams(), strict=True):
+            assert_same(launcher, got[at], want[at], f"layer {layer}: a rejected suffix left a trace")
 
 
 @LAUNCHERS
@@ -113,14 +120,14 @@ def test_a_tree_commits_its_branch(family, launcher):
             _, step = chain.plan({slot: 1})
             for layer in inputs:
                 out = chain.backend.forward(chain.model[layer], part(inputs[layer], [first + node]), step)
-                assert torch.equal(out[0], outs[layer][first + node]), f"node {node}"
+                assert_same(launcher, out[0], outs[layer][first + node], f"node {node}")
     with pytest.raises(InputError, match="commit_nodes for a tree"):
         tree.backend.commit(metadata, torch.tensor([4, 3]))
     tree.backend.commit_nodes(metadata, torch.tensor([5, 4]))
     for layer in tree.layers:
         at = LAYERS.index(layer)
-        for got, want in zip(tree.snapshot(), chain.snapshot(), strict=True):
-            assert torch.equal(got[at], want[at])
+        for got, want in zip(tree.pool.streams(), chain.pool.streams(), strict=True):
+            assert_same(launcher, got[at], want[at])
 
 
 @FAMILIES

@@ -1,8 +1,9 @@
 """Finds the draft of a target and loads it beside it.
 
 In this order: the folder that the user names; the target's own folder, when its config.json has the fields of a
-bundled DSpark draft; a folder `dspark` inside it. A target that carries prediction layers of its own brings a NEXTN
-draft, which is asked for by name. Nothing is guessed: what is not found is an error.
+bundled DSpark draft; a folder `dspark` or `dflash` inside it, as the algorithm is called. A target that carries
+prediction layers of its own brings a NEXTN draft, which is asked for by name. Nothing is guessed: what is not found is
+an error.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,6 @@ from suite.models.registry import Entry
 Algorithm = Literal["DSPARK", "DFLASH", "NEXTN"]
 ALGORITHMS: tuple[Algorithm, ...] = ("DSPARK", "DFLASH", "NEXTN")
 BUNDLED = tuple(f"dspark_{name}" for name in ("block_size", "markov_rank", "noise_token_id", "target_layer_ids"))
-SUBFOLDER = "dspark"
 
 _BLOCK = Entry("suite.models.dspark:BlockDraft", "suite.models.draft_config:DraftConfig")
 _DEEPSEEK = Entry("suite.models.mtp:DeepseekMtp", "suite.models.mla_config:DeepseekConfig")
@@ -70,9 +70,10 @@ def find_draft(target: Path, algorithm: Algorithm, draft: Path | None = None) ->
         return Found(draft, _block(read_config(draft), algorithm), False)
     if any(name in values for name in BUNDLED):
         return Found(target, _block(values, algorithm), True)
-    if (target / SUBFOLDER / "config.json").is_file():
-        return Found(target / SUBFOLDER, _block(read_config(target / SUBFOLDER), algorithm), False)
-    expected = f"a draft's folder, {BUNDLED[0]} in {target / 'config.json'}, or a folder {target / SUBFOLDER}"
+    inside = target / algorithm.lower()
+    if (inside / "config.json").is_file():
+        return Found(inside, _block(read_config(inside), algorithm), False)
+    expected = f"a draft's folder, {BUNDLED[0]} in {target / 'config.json'}, or a folder {inside}"
     raise InputError("draft", None, expected)
 
 

@@ -48,11 +48,11 @@ def spell(ids: list[int]) -> str:
     return " ".join(WORDS[index] for index in ids)
 
 
-def workload_text(tokenizer: Any, seed: int) -> Callable[[int, int], list[int]]:
-    """Text `number` of exactly so many ids, from the copy language, whose long continuations are determined."""
+def workload_text(tokenizer: Any, seed: int, language: str = "copy") -> Callable[[int, int], list[int]]:
+    """Text `number` of exactly so many ids, from a language whose long continuations are determined."""
 
     def text(number: int, tokens: int) -> list[int]:
-        ids = tokenizer.encode(spell(question("copy", seed, number, max(tokens, SHORTEST_TEXT))[0])).ids
+        ids = tokenizer.encode(spell(question(language, seed, number, max(tokens, SHORTEST_TEXT))[0])).ids
         if len(ids) < tokens:
             raise InputError("prompt_tokens", len(ids), f"{tokens}: the tokenizer drops words")
         return ids[:tokens]  # a tokenizer that splits words gives more than one id for each

@@ -7,9 +7,11 @@ the scheduler. It serves two doors: `run` for workloads, and `generate` / `score
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from suite.e2e.engine.block_drafts import BlockDrafter, drafting_model
 from suite.e2e.engine.churn import Churn
 from suite.e2e.engine.config import EngineConfig
 from suite.e2e.engine.drafts import Drafter, ModelDrafter, NgramDrafter, ScriptedDrafter, SimulatedDrafter
@@ -29,6 +31,8 @@ from suite.kernels.pools import KVPool
 from suite.kernels.pools.static import StaticPool
 from suite.kernels.translator import KVIndexTranslator
 from suite.kernels.upload import upload
+from suite.models.dspark import BlockDraft
+from suite.records import PoolMode
 
 INTEGRITY_EVERY_STEPS = 16
 
@@ -36,7 +40,8 @@ INTEGRITY_EVERY_STEPS = 16
 class Engine:
     """Raises RefusedError when the backend cannot serve the model here, before any pool is allocated.
 
-    `draft`: the model of `speculation = "model"`. `truth`: what the target says, of `speculation = "scripted"`.
+    `draft`: the model of `speculation = "model"`, or the block draft. `truth`: what the target says, of
+    `speculation = "scripted"`.
     """
 
     def __init__(
@@ -44,25 +49,30 @@ class Engine:
         model: CausalModel,
         config: EngineConfig,
         *,
-        draft: CausalModel | None = None,
+        draft: CausalModel | BlockDraft | None = None,
         truth: dict[tuple[int, ...], list[int]] | None = None,
     ) -> None:
         self.model, self.config = model, config
+        drafting, features, block = drafting_model(draft, config)
         tokens = config.max_context + config.draft_tokens
-        if tokens > model.max_positions:
-            raise InputError("max_context", tokens, f"at most {model.max_positions}, the model's positions")
-        geometry = self._geometry(model, draft if config.fused_draft else None)
-        self._refuse(geometry, model)
+        positions = min(each.max_positions for each in (model, drafting) if each is not None)
+        if tokens > positions:
+            raise InputError("max_context", tokens, f"at most {positions}, the model's positions")
+        geometry = self._geometry(model, drafting if config.fused_draft else None)
+        self._refuse(geometry, config.pool, model)
+        if drafting is not None and not config.fused_draft:
+            self._refuse(self._geometry(drafting, None), "static", drafting)
         self.allocator = engine_allocator(geometry, config)
         self.churn = Churn(self.allocator, config.pool_pages or config.request_pages, config.seed)
         pool = self.allocator.pool
         columns = pages_for(tokens, config.page_size) * config.page_size
         self.req_to_token = torch.zeros(config.max_batch + 1, columns, dtype=torch.int32, device=pool.device)
+        self.req_to_token[0] = torch.arange(columns) % config.page_size  # padding reads what page tables read
         self.req_to_slot = torch.zeros(config.max_batch + 1, dtype=torch.int64, device=pool.device)
         self.meter = PoolMeter(self.allocator)
-        self.runner = self._runner(model, pool, config.draft_tokens)
+        self.runner = self._runner(model, pool, draft_tokens=config.draft_tokens, feature_layers=features)
         self.translator, self.backend = self.runner.translator, self.runner.backend
-        self.drafter = self._drafter(draft, truth)
+        self.drafter = self._drafter(drafting, block, truth)
         self.scheduler = self._scheduler()
 
     def run(self, requests: Iterable[Request], *, churn: bool = True) -> None:
@@ -134,14 +144,15 @@ class Engine:
         state = model.state_geometry(config.dtype)
         return replace(geometry, state=state, draft=None if fused is None else self._geometry(fused, None))
 
-    def _refuse(self, geometry: RunnerGeometry, model: CausalModel) -> None:
+    def _refuse(self, geometry: RunnerGeometry, pool: PoolMode, model: CausalModel) -> None:
         config = self.config
         sinks = any(layer.sinks is not None for layer in model.attention_layers)
         cls = backend_class(config.backend)
-        if reason := cls.refusal(geometry, config.pool, config.device, config.launcher, sinks):
+        if reason := cls.refusal(geometry, pool, config.device, config.launcher, sinks):
             raise RefusedError(reason)
 
-    def _runner(self, model: CausalModel, pool: KVPool, draft_tokens: int) -> Runner:
+    def _runner(self, model: CausalModel, pool: KVPool, **work: Any) -> Runner:
+        """`work`: what RunnerConfig is told of drafts."""
         config = self.config
         translator = KVIndexTranslator(pool=pool, allocator=self.allocator, req_to_token=self.req_to_token)
         sinks = any(layer.sinks is not None for layer in model.attention_layers)
@@ -149,14 +160,16 @@ class Engine:
         runner = RunnerConfig(
             max_batch=config.max_batch,
             graph=config.graph,
-            draft_tokens=draft_tokens,
             linear_family=model.linear_family,
             expand_tokens=config.expand_tokens,
+            **work,
         )
         slots = self.allocator.slots if model.linear_family else None
         return Runner(model, self.allocator, translator, backend, runner, slots=slots, req_to_slot=self.req_to_slot)
 
-    def _drafter(self, draft: CausalModel | None, truth: dict[tuple[int, ...], list[int]] | None) -> Drafter | None:
+    def _drafter(
+        self, draft: CausalModel | None, block: int, truth: dict[tuple[int, ...], list[int]] | None
+    ) -> Drafter | None:
         config = self.config
         if config.speculation == "none":
             return None
@@ -168,11 +181,11 @@ class Engine:
             if truth is None:
                 raise InputError("truth", None, "what the target says, for a scripted draft")
             return ScriptedDrafter(config.draft_tokens, config.script, truth)
-        if draft is None:
-            raise InputError("draft", None, "a draft model for speculation = model")
+        assert draft is not None  # every other speculation has a model
         pool = self.allocator.pool.draft if config.fused_draft else self._private_pool(draft)
         assert pool is not None  # the geometry has a draft where it is fused
-        return ModelDrafter(self._runner(draft, pool, 0), config.draft_tokens)
+        runner = self._runner(draft, pool, block_tokens=block)
+        return BlockDrafter(runner, config.draft_tokens, block) if block else ModelDrafter(runner, config.draft_tokens)
 
     def _private_pool(self, draft: CausalModel) -> KVPool:
         """A pool that the target's virtual ids index as they are: as many pages as there are of those."""

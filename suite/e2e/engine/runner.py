@@ -50,16 +50,26 @@ class NonFiniteLogitsError(KvproofError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
-    """`draft_tokens`: drafts per verify, 0 without speculation. `feature_layers` feed a draft. `expand_tokens`:
-    prefix tokens of latent layers that a prefill may expand at once, 0 to attend to latent rows throughout."""
+    """`draft_tokens`: drafts per verify, 0 without speculation. `feature_layers` feed a draft. `block_tokens`: of a
+    block draft's pass, the only forward that its runner has; 0 for any other model. `expand_tokens`: prefix tokens of
+    latent layers that a prefill may expand at once, 0 to attend to latent rows throughout."""
 
     max_batch: int
     graph: bool
     draft_tokens: int = 0
     feature_layers: tuple[int, ...] = ()
+    block_tokens: int = 0
     linear_family: str | None = None
     linear_flags: LinearAttnFlags = field(default_factory=LinearAttnFlags)
     expand_tokens: int = 0
+
+    @property
+    def captured(self) -> dict[ForwardMode, int]:
+        """New tokens per request of every mode that is captured."""
+        if self.block_tokens:
+            return {ForwardMode.VERIFY: self.block_tokens}
+        verify = {ForwardMode.VERIFY: self.draft_tokens + 1} if self.draft_tokens else {}
+        return {ForwardMode.DECODE: 1} | verify
 
 
 class Runner:
@@ -120,7 +130,19 @@ class Runner:
             raise NonFiniteLogitsError(
                 f"logits of {len(bad)} of {len(logits)} rows are not finite, the first is row {bad[0]}"
             )
-        return Forwarded(hidden=done.hidden, logits=logits, features=done.features)
+        features = None if done.features is None else done.features[: len(step.input_ids)]  # without padded lanes
+        return Forwarded(hidden=done.hidden, logits=logits, features=features)
+
+    @torch.inference_mode()
+    def inject(self, step: Step, features: torch.Tensor) -> None:
+        """Store a block draft's rows of the step's new tokens, from the target's features [tokens, layers * hidden]."""
+        owns = self.translator.owns_ids
+        if owns:
+            self.allocator.begin_forward(step.written_pages, [request.slot for request in step.requests])
+        batch = self._batch(step, len(step.requests))
+        self.model.inject(features, batch.positions, self._mixers(self.backend.plan(batch), None))
+        if owns:
+            self.allocator.end_forward()
 
     @torch.inference_mode()
     def commit(self, lengths: Sequence[int]) -> None:
@@ -136,11 +158,10 @@ class Runner:
     # -- inside ----------------------------------------------------------------------------------
 
     def _capture(self) -> StepGraphs:
-        config, drafts = self.config, self.config.draft_tokens
-        self.backend.capture(config.max_batch, drafts + 1)
+        config, modes = self.config, self.config.captured
+        self.backend.capture(config.max_batch, max(modes.values()))
         if self.linear is not None:
             self.linear.capture(config.max_batch)
-        modes = {ForwardMode.DECODE: 1} | ({ForwardMode.VERIFY: drafts + 1} if drafts else {})
         steps = [
             CapturedStep(mode=mode, query_len=length, padding=self._padding, refill=self._refill)
             for mode, length in modes.items()
@@ -200,7 +221,7 @@ class Runner:
         spare, query_len = lanes - len(step.requests), step.query_lens[0]
         written = step.virtual_write_ids.tensor
         if spare:
-            written = torch.cat([written, written.new_zeros(spare * query_len)])
+            written = torch.cat([written, self._sink_slots(spare, query_len)])
         return ForwardBatch.create(
             mode=step.mode,
             input_ids=step.input_ids + [0] * (spare * query_len),
@@ -212,14 +233,18 @@ class Runner:
         )
 
     def _padding(self, mode: ForwardMode, lanes: int) -> ForwardBatch:
-        query_len = 1 if mode is ForwardMode.DECODE else self.config.draft_tokens + 1
-        device = self.translator.req_to_token.device
+        query_len = self.config.captured[mode]
         return ForwardBatch.create(
             mode=mode,
             input_ids=[0] * (lanes * query_len),
             req_rows=[0] * lanes,
             seq_lens=[query_len] * lanes,
             query_lens=[query_len] * lanes,
-            virtual_write_ids=VirtualIds(torch.zeros(lanes * query_len, dtype=torch.int64, device=device)),
+            virtual_write_ids=VirtualIds(self._sink_slots(lanes, query_len)),
             translator=self.translator,
         )
+
+    def _sink_slots(self, lanes: int, query_len: int) -> torch.Tensor:
+        """Where padding requests write: in the sink page, at the slots that they read, the same of every lane."""
+        places = torch.arange(lanes * query_len, device=self.translator.req_to_token.device)
+        return places % query_len % self.translator.page_size

@@ -39,6 +39,17 @@ class Step:
             ids += [request.tokens[-1], *mine, *[0] * (length - 1 - len(mine))]
         return replace(self, input_ids=ids, drafts=drafts)
 
+    def block(self, width: int) -> "Step":
+        """The pass of a block draft: `width` tokens in every request's window, its newest one first, then 0."""
+        slots = self.virtual_write_ids.tensor.view(len(self.requests), -1)[:, :width]
+        return replace(
+            self,
+            query_lens=[width] * len(self.requests),
+            seq_lens=[request.computed + width for request in self.requests],
+            input_ids=[token for request in self.requests for token in (request.tokens[-1], *[0] * (width - 1))],
+            virtual_write_ids=VirtualIds(slots.flatten()),
+        )
+
     def place(self, place: int, tokens: list[int]) -> "Step":
         """The decode step of a draft model that stores `tokens` at place `place` of every request's window."""
         slots = self.virtual_write_ids.tensor.view(len(self.requests), -1)[:, place]

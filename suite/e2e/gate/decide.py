@@ -46,7 +46,7 @@ def decide(policy: Policy, inputs: Inputs, smoke_set: SmokeSet) -> Decision:
     """
     refuse(inputs)
     smoke = smoke_set(policy, inputs)
-    if policy.smoke == "required" and (smoke.missed or not smoke.planted):
+    if policy.smoke != "not_required" and (smoke.missed or not smoke.planted):
         missed = f"missed {', '.join(smoke.missed)}" if smoke.missed else "no fault was planted"
         raise GateRefusedError(
             f"smoke set: {missed}, expected every one of {smoke.planted} planted faults to be caught"

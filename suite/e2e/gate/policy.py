@@ -111,7 +111,12 @@ class CellRule(Record):
 
 
 class Policy(Record):
-    """How a gate decides. `smoke` says whether planted faults must have been caught at the revision that is judged."""
+    """How a gate decides.
+
+    `smoke` says which planted faults must be caught before it does: `required` those planted into made-up rows, those
+    that a matrix planted at the judged revision, and the engine's smoke set, run there and then; `data` all but the
+    last, for machines without torch; `not_required` none.
+    """
 
     name: Name
     alpha: Share
@@ -120,7 +125,7 @@ class Policy(Record):
     baseline: PoolMode
     candidates: tuple[PoolMode, ...]
     launchers: tuple[Launcher, ...]
-    smoke: Literal["required", "not_required"]
+    smoke: Literal["required", "data", "not_required"]
     rows: Rows
     endpoints: dict[str, Endpoint]
     cells: tuple[CellRule, ...]

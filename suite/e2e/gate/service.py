@@ -10,8 +10,8 @@ from db.decisions import find_decision, store_decision
 from db.gate_reader import read_inputs
 from db.queries import find_run
 from suite.e2e.gate.decide import decide, engine_sha
+from suite.e2e.gate.engine_smoke import EngineFaults, plant_into_engine, whole_smoke_set
 from suite.e2e.gate.policy import History, Policy
-from suite.e2e.gate.smoke import smoke_set
 from suite.e2e.gate.verdicts import Decision
 from suite.records import Record
 
@@ -36,13 +36,15 @@ class Replay(Record):
     engine_changed: bool
 
 
-def run_gate(engine: sa.Engine, run: str | None, policy: Policy) -> Stored:
-    """Decide on `run`, the latest when None, and keep the decision."""
+def run_gate(
+    engine: sa.Engine, run: str | None, policy: Policy, engine_faults: EngineFaults = plant_into_engine
+) -> Stored:
+    """Decide on `run`, the latest when None, and keep the decision. `engine_faults` runs the engine's smoke set."""
     run_id = find_run(engine, run)
     history = [e for e in policy.endpoints.values() if isinstance(e, History)]
     nights = max((e.window for e in history), default=0)
     inputs = read_inputs(engine, run_id, sorted({e.metric for e in history}), nights)
-    decision = decide(policy, inputs, smoke_set)
+    decision = decide(policy, inputs, lambda rules, given: whole_smoke_set(rules, given, engine_faults))
     key = store_decision(
         engine, msgspec.to_builtins(decision), msgspec.to_builtins(policy), gate_inputs.pack(inputs)[1]
     )
@@ -60,11 +62,17 @@ def stored(row: Any) -> Stored:
 
 
 def replay(engine: sa.Engine, decision: str) -> Replay:
-    """Make a stored decision again from its stored policy and inputs, and compare all of it, bit for bit."""
+    """Make a stored decision again from its stored policy and inputs, and compare all of it, bit for bit.
+
+    What the engine's smoke set came to is an input like the others: it was kept, and is not run again.
+    """
     row = find_decision(engine, decision)
     inputs_sha, inputs = gate_inputs.unpack(row.inputs)
-    again = decide(msgspec.convert(row.policy, Policy), inputs, smoke_set)
     kept = stored(row)
+    policy = msgspec.convert(row.policy, Policy)
+    again = decide(
+        policy, inputs, lambda rules, given: whole_smoke_set(rules, given, lambda: kept.decision.smoke.engine)
+    )
     differences = list(different("decision", msgspec.to_builtins(kept.decision), msgspec.to_builtins(again)))
     if inputs_sha != row.inputs_sha:
         differences.insert(0, f"inputs: their sha256 is {inputs_sha}, the decision was made from {row.inputs_sha}")

@@ -2,8 +2,8 @@
 
 A gate that can never fire looks just like one that has nothing to report. So before it decides, the very
 code and policy that decide are shown a clean cell of every rule, which must pass, and the same cell with
-one fault after another, none of which may. Faults planted into the engine are the matrix's to run; their
-rows at the revision that is judged come with the inputs, and each must have ended as `wrong`.
+one fault after another, none of which may. Faults that a matrix planted into the engine at the revision that is
+judged come with the inputs, and each of their rows must have ended as `wrong`.
 """
 
 import math

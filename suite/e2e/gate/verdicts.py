@@ -58,11 +58,24 @@ class CellDecision(Record):
     evidence: tuple[Evidence, ...]
 
 
+class EngineFault(Record):
+    """How one fault of the engine's smoke set went: planted it must be caught, and its clean twin must be silent."""
+
+    fault: str
+    caught: bool
+    clean_twin_passed: bool
+    first_signal: str | None
+
+
 class Smoke(Record):
-    """Whether the gate's own smoke set was caught: how many faults were planted, and which were missed."""
+    """Whether the smoke set was caught: how many faults were planted, and which were missed.
+
+    `engine`: those that were planted into the engine; none where the policy asks for none.
+    """
 
     planted: int
     missed: tuple[str, ...]
+    engine: tuple[EngineFault, ...] = ()
 
 
 class Noise(Record):

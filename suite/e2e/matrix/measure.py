@@ -7,6 +7,7 @@ import hashlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,31 +21,36 @@ from suite.e2e.engine.engine import Engine
 from suite.e2e.engine.requests import Request
 from suite.e2e.engine.runner import NonFiniteLogitsError
 from suite.e2e.engine.workload import Text, longest_context, mix_shift, schedule, static_split
-from suite.e2e.faults.planting import plant
+from suite.e2e.faults.planting import planting
 from suite.e2e.matrix.device import DTYPES, prepare_device
 from suite.e2e.matrix.engine_metrics import cache_metrics, draft_metrics, draft_samples, mix_metrics, pool_metrics
+from suite.e2e.matrix.judge import without_timings
 from suite.e2e.matrix.watch import watch
 from suite.kernels.attention.support import kernel_library
+from suite.models.drafts import find_draft, load_draft
 from suite.models.loader import load_model
 from suite.models.registry import resolve_model
 from suite.models.tokenizer import load_tokenizer
 from suite.provenance import provenance
-from suite.records import CellJob, Guards, Metric, Outcome, Samples, Workload, canonical_json
+from suite.records import BLOCK_DRAFTS, CellJob, Guards, Metric, Outcome, Samples, Workload, canonical_json
 
 SNAPSHOT_TOKENS = 64  # how far apart recurrent states are kept for the prefix cache
 
 
 def measure(job: CellJob) -> Outcome:
     """Run one (cell, arm). Raises RefusedError when the backend cannot serve, InputError for bad input."""
+    with planting(job.arm.plants):
+        return measured(job)
+
+
+def measured(job: CellJob) -> Outcome:
     cell, workload = job.cell, job.cell.workload
     prepare_device(cell)
     folder = resolve_model(cell.model)
     model = load_model(folder, dtype=DTYPES[cell.dtype], device=cell.device)
     tokenizer = load_tokenizer(folder)
-    text = workload_text(tokenizer, cell.seed)
+    text = workload_text(tokenizer, cell.seed, workload.language)
     engine = build(job, model, text)
-    for name in job.arm.plants:
-        plant(name, engine)
     prompts = [request.prompt for request in schedule(workload, text, cell.seed)]
     facts = {
         "launcher": engine.backend.launcher,
@@ -67,16 +73,17 @@ def measure(job: CellJob) -> Outcome:
     if workload.speculation not in ("none", "simulated"):
         metrics |= draft_metrics(served)
         samples += draft_samples(served, workload.draft_tokens)
-    if reason := below_floor(metrics, workload):
-        return Outcome(
+    if below := below_floor(metrics, workload):
+        low = Outcome(
             status="wrong",
-            reason_code="accuracy",
-            reason=reason,
+            reason_code=below[0],
+            reason=below[1],
             metrics=metrics,
             samples=samples,
             items=items,
             **facts,
         )
+        return without_timings(low)
     if workload.sized_for is not None:
         metrics |= shift(job, model, text)
     times, time_samples, guards = timing(engine, text, workload)
@@ -96,6 +103,10 @@ def build(job: CellJob, model: Any, text: Text) -> Engine:
     config, draft, truth = engine_config(job), None, None
     if workload.speculation == "model":
         draft = load_model(resolve_model(workload.draft), dtype=DTYPES[cell.dtype], device=cell.device)
+    elif workload.speculation in BLOCK_DRAFTS:
+        named = None if workload.draft is None else Path(workload.draft)
+        found = find_draft(resolve_model(cell.model), workload.speculation.upper(), named)  # type: ignore[arg-type]
+        draft = load_draft(found, model, dtype=DTYPES[cell.dtype], device=cell.device)
     elif workload.speculation == "scripted":
         plain = Engine(model, replace(config, speculation="none", draft_tokens=0, script=()))
         truth = {tuple(request.prompt): request.output for request in serve(plain, text, workload)}
@@ -184,14 +195,13 @@ def exactness_samples(served: Sequence[Request], workload: Workload) -> tuple[Sa
     return Samples.pack("logits", logits), Samples.pack("tokens", tokens)
 
 
-def below_floor(metrics: dict[str, Metric], workload: Workload) -> str | None:
-    """Why the accuracy is too low for this row to count, or None."""
-    if workload.min_accuracy is None:
-        return None
-    accuracy = metrics["accuracy"]
-    if accuracy.value >= workload.min_accuracy:
-        return None
-    return f"accuracy {accuracy.value:.4f} over {accuracy.n} items, expected at least {workload.min_accuracy}"
+def below_floor(metrics: dict[str, Metric], workload: Workload) -> tuple[str, str] | None:
+    """What is too low for this row to count, and how low; accuracy first. None: nothing is."""
+    floors = {"accuracy": (workload.min_accuracy, "items"), "accept_length": (workload.min_accept_length, "verifies")}
+    for name, (floor, what) in floors.items():
+        if floor is not None and (found := metrics[name]).value < floor:
+            return name, f"{name} {found.value:.4f} over {found.n} {what}, expected at least {floor}"
+    return None
 
 
 def timing(engine: Engine, text: Text, workload: Workload) -> tuple[dict[str, Metric], tuple[Samples, ...], Guards]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from suite.e2e.accuracy.task import load_task
-from suite.e2e.faults import FAULTS
+from suite.e2e.faults.names import ENGINE_FAULTS, OF_BLOCK_DRAFTS
 from suite.e2e.matrix.fields import Check, Table, axis, boolean, check_keys, integer, number, one_of, text
 from suite.e2e.matrix.planned import Plan, PlannedCell
 from suite.e2e.matrix.rules import apply_rules, read_rules
@@ -23,7 +23,17 @@ from suite.kernels.attention.support import BACKENDS
 from suite.kernels.linear import LINEAR_BACKENDS
 from suite.kernels.shapes import SHAPES, STATE_SHAPES
 from suite.models.registry import shipped_models
-from suite.records import KERNEL_OPS, LAUNCHERS, POOL_MODES, Arm, Cell, KernelWorkload, Workload, content_hash
+from suite.records import (
+    BLOCK_DRAFTS,
+    KERNEL_OPS,
+    LAUNCHERS,
+    POOL_MODES,
+    Arm,
+    Cell,
+    KernelWorkload,
+    Workload,
+    content_hash,
+)
 
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 MAX_MEMORY_GIB = 1e6
@@ -186,16 +196,22 @@ def plan_entry(field: str, fields: Table, workloads: dict[str, Workload | Kernel
 
 
 def with_plant(plan: Plan, fault: str) -> Plan:
-    """`plan` with one arm more: the unified pool with `fault` in it, in the first engine cell of both pools."""
-    if fault not in FAULTS:
-        raise UnknownNameError("plant", fault, FAULTS)
+    """`plan` with one arm more: the unified pool with `fault` in it, in the first engine cell of both pools.
+
+    A draft's fault goes into the first of them that has such a draft.
+    """
+    if fault not in ENGINE_FAULTS:
+        raise UnknownNameError("plant", fault, ENGINE_FAULTS)
     planned: list[PlannedCell] = list(plan.cells)
     for index, cell in enumerate(planned):
-        if cell.cell.family == "engine" and {arm.pool for arm in cell.arms} >= {"static", "unified"}:
+        workload = cell.cell.workload
+        fits = fault not in OF_BLOCK_DRAFTS or (isinstance(workload, Workload) and workload.speculation in BLOCK_DRAFTS)
+        if cell.cell.family == "engine" and fits and {arm.pool for arm in cell.arms} >= {"static", "unified"}:
             arms = (*cell.arms, Arm(pool="unified", plants=(fault,)))
             planned[index] = replace(cell, arms=arms)
             return Plan(name=plan.name, cells=tuple(planned))
-    raise InputError("plant", fault, "a matrix with an engine cell of both pools, static and unified")
+    drafting = f" and speculation {' or '.join(BLOCK_DRAFTS)}" if fault in OF_BLOCK_DRAFTS else ""
+    raise InputError("plant", fault, f"a matrix with an engine cell of both pools, static and unified{drafting}")
 
 
 def cell_text(cell: Cell) -> str:

@@ -1,10 +1,12 @@
 """The optional fields of an engine's workload: what each may be, and which go together."""
 
-from suite.e2e.matrix.fields import Check, Table, boolean, integer, number, one_of, text
+from suite.e2e.matrix.fields import MAX_INTEGER, Check, Table, boolean, integer, number, one_of, text
 from suite.errors import InputError
-from suite.records import SPECULATIONS
+from suite.models.languages import LANGUAGES
+from suite.records import BLOCK_DRAFTS, SPECULATIONS
 
 WITH_SCRIPT = ("scripted", "simulated")
+ENDLESS = tuple(name for name, spoken in LANGUAGES.items() if not spoken.ended)  # texts that go on as long as asked
 
 
 def script(field: str, value: object) -> tuple[int, ...]:
@@ -33,6 +35,8 @@ ENGINE_FIELDS: dict[str, Check] = {
     "script": script,
     "draft": text,
     "fused_draft": boolean,
+    "language": one_of(lambda: ENDLESS),
+    "min_accept_length": number(1, MAX_INTEGER),
 }
 
 
@@ -59,7 +63,9 @@ def check_engine_workload(field: str, fields: Table) -> None:
     )
     require("script", max(fields.get("script", [0])) <= drafts, f"at most {drafts}, the draft tokens")
     require("draft", speculation != "model" or "draft" in fields, "a checkpoint for speculation model")
-    require("draft", speculation == "model" or "draft" not in fields, f"nothing for speculation {speculation}")
-    fuses = not fields.get("fused_draft") or speculation == "model"
-    require("fused_draft", fuses, "false without a draft model")
+    has_draft = speculation in ("model", *BLOCK_DRAFTS)
+    require("draft", has_draft or "draft" not in fields, f"nothing for speculation {speculation}")
+    require("fused_draft", has_draft or not fields.get("fused_draft"), "false without a draft model")
+    counts = speculation not in ("none", "simulated")
+    require("min_accept_length", counts or "min_accept_length" not in fields, "nothing without drafts that are judged")
     require("tasks", speculation != "simulated" or not fields.get("tasks"), "none: simulated drafts answer nothing")

@@ -18,6 +18,7 @@ from suite.e2e.faults.detection.layers import (
     layers,
 )
 from suite.e2e.faults.fault import plants
+from suite.errors import InputError
 from suite.kernels.ids import KernelIds, KVKind, VirtualIds, require_virtual
 
 TRANSLATOR = "suite.kernels.translator:KVIndexTranslator"
@@ -124,6 +125,8 @@ def window_write_uses_full_ids(own: Any) -> Any:
     """window layers store their rows where the full pool's map says"""
 
     def full(self: Any, ids: VirtualIds) -> KernelIds:
+        if self.pool.geometry.window is None:
+            raise InputError("plant", "window_write_uses_full_ids", "a model with sliding-window layers")
         rows = min(self.pool.k_view(layer).shape[0] for layer in self.pool.geometry.window.layers)
         there = self.write_loc(ids).tensor
         return KernelIds(torch.where(there < rows, there, 0), KVKind.WINDOW)  # in range, as the real mistake would be

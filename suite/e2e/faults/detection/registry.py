@@ -3,6 +3,7 @@
 from suite.e2e.faults.detection import (  # noqa: F401  each registers its faults
     addressing,
     benchmarking,
+    block_drafts,
     configuration,
     database,
     evaluation,

@@ -16,7 +16,7 @@ from suite.errors import InputError, UnknownNameError
 
 
 class FaultRow(TypedDict):
-    """One fault's row. `by`: every signal that fired; `first_signal`: the first expected one, with its values.
+    """One fault's row. `by`: every signal that fired; `first_signal`: the first `expected` one, with its values.
 
     `gpu_seconds`: what the planted run took on a GPU, 0 on a CPU; `seconds`: on any device.
     """
@@ -31,6 +31,8 @@ class FaultRow(TypedDict):
     seconds: float
     seam: str
     text: str
+    expected: list[str]
+    severity: float | None
 
 
 def choose(kind: str | None = None, smoke: bool = False) -> list[Fault]:
@@ -75,6 +77,8 @@ def row_of(fault: Fault, setting: Setting, twin: Sequence[Signal]) -> FaultRow:
         seconds=took,
         seam=fault.seam,
         text=fault.text,
+        expected=list(fault.signals),
+        severity=fault.severity,
     )
 
 

@@ -190,6 +190,11 @@ def drafts(run: Served, static: Served, plain: Served, *, scripted: bool) -> Ite
     if (mine.tokens < emitted).any() or (mine.tokens > emitted + DRAFTS).any():
         text = f"tokens committed {mine.tokens.tolist()} != tokens emitted {emitted.tolist()}"
         yield Signal(name="engine.accept_counts", text=text)
+    yield from believed_less(theirs, mine)
+
+
+def believed_less(theirs: Counters, mine: Counters) -> Iterator[Signal]:
+    """What the gate says of `mine`, the unified arm's drafts, against those of the static arm."""
     if mine.accept_length <= ACCEPT_FLOOR:
         text = f"accept length {mine.accept_length:.3f}, at the floor {ACCEPT_FLOOR} of a mis-addressed draft"
         yield Signal(name="gate.accept_floor", text=text)
