@@ -238,13 +238,6 @@ def test_digests_are_bounded_however_long_the_answers_are():
 # -- plans ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def names(monkeypatch):
-    from suite.e2e.matrix import plan as parsing
-
-    monkeypatch.setattr(parsing, "shipped_models", lambda: ("gpt-oss-mini",))
-
-
 def parsed(**changes):
     from suite.e2e.matrix.plan import parse_plan
 
